@@ -1,0 +1,108 @@
+"""Every message between ranks. msgpack by msgspec tagged structs; nothing else is ever decoded (contract C7).
+
+A step is decided by rank 0 and replayed by the others (C1): whatever a step does, it does because the message says so.
+"""
+
+import msgspec
+
+from tided.engine.types import Request
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+class Hello(Message, frozen=True):
+    """A rank asks rank 0 to be let in. `facts` are its boot guard fields, `name -> value` as text."""
+
+    rank: int
+    facts: dict[str, str]
+
+
+class Welcome(Message, frozen=True):
+    """Rank 0 agrees. `residents` are the (layer, expert) pairs to load, the same on every rank."""
+
+    session: str
+    residents: list[tuple[int, int]]
+
+
+class Refused(Message, frozen=True):
+    """Rank 0 does not let the rank in; both end. `differences` are (field, rank 0's value, the rank's value)."""
+
+    differences: list[tuple[str, str, str]]
+
+
+class Ready(Message, frozen=True):
+    """A rank holds all its weights and residents. `residents_digest` is computed from what it really loaded."""
+
+    rank: int
+    residents_digest: str
+
+
+class Admission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    lane: int
+    request: Request
+
+
+class Prefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Compute prompt tokens [start, start + count) of a lane; the last chunk also samples the first token."""
+
+    lane: int
+    start: int
+    count: int
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """One token for each of these lanes, in this order."""
+
+    lanes: list[int]
+
+
+class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """(layer, expert) `out` leaves the resident set, `in_` takes its place."""
+
+    out: tuple[int, int]
+    in_: tuple[int, int]
+
+
+class Step(Message, frozen=True):
+    """One step of the engine: releases, admissions, swaps, then the work, in this order. `seq` rises by one."""
+
+    seq: int
+    plan_version: int
+    release: list[int] = []
+    admit: list[Admission] = []
+    swaps: list[Swap] = []
+    work: Prefill | Decode | None = None
+    digest_due: bool = False
+
+
+class Digest(Message, frozen=True):
+    """A rank's running digest after step `seq`: mask, chosen experts, sampled tokens (C3)."""
+
+    rank: int
+    seq: int
+    digest: str
+
+
+class Stop(Message, frozen=True):
+    """The pair ends in order after this message."""
+
+    reason: str
+
+
+class Heartbeat(Message, frozen=True):
+    """Sent by the loop of each rank. `engine_seq` is the last step its engine finished."""
+
+    rank: int
+    engine_seq: int
+
+
+class Fault(Message, frozen=True):
+    """A rank ends because of an error; the others end too."""
+
+    rank: int
+    message: str
+
+
+ControlMessage = Hello | Welcome | Refused | Ready | Step | Digest | Stop | Heartbeat | Fault

@@ -1,0 +1,50 @@
+"""What the engine asks of a model family. One module a family implements it; the engine knows nothing else of it."""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+
+class ModelShape(Protocol):
+    """The sizes that other rooms need."""
+
+    family: str  # "deepseek_v41"
+    vocab_size: int
+    hidden_size: int
+    moe_layers: (
+        int  # layers with routed experts in the arena (drafter excluded); expert pairs count them 0..moe_layers-1
+    )
+    experts_per_layer: int
+    top_k: int
+    context_tokens: int  # most positions the checkpoint allows
+    bos_id: int
+    eos_id: int
+
+
+class LaneState(Protocol):
+    """Everything one request's context is: cached rows, windows, remainders, n-gram tails. Owned by one lane."""
+
+    index: int  # lane number, row of the demand buffers
+    position: int  # tokens computed so far
+
+
+class Model(Protocol):
+    shape: ModelShape
+
+    def open_lane(self, index: int) -> LaneState:
+        """A fresh, empty context. Raises UnavailableError when the pool has no page left."""
+        ...
+
+    def close_lane(self, lane: LaneState) -> None:
+        """Returns the lane's pages to the pool. The state must not be used again."""
+        ...
+
+    def prefill(self, lane: LaneState, token_ids: Tensor, logits: Literal["none", "last", "all"]) -> Tensor | None:
+        """Appends `token_ids` [T] int64 to the lane. Returns fp32 logits [1, vocab] ("last"), [T, vocab] ("all")."""
+        ...
+
+    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
+        """Appends one token to each of R lanes. `token_ids` [R] int64 -> fp32 logits [R, vocab]. Rows are computed
+        bit-identically whatever other rows are beside them."""
+        ...

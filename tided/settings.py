@@ -1,0 +1,133 @@
+"""A profile as frozen typed settings. Each field says what it affects:
+
+- `numbers`: changes what is computed, or whether a collective happens. In the boot guard by construction.
+- `node`:    belongs to this node or rank (paths, addresses, sizes of local buffers). May differ between ranks.
+- `policy`:  decided by rank 0 alone (limits, texts, names). Other ranks never act on it.
+
+A field with `built=False` is part of the profile format, but nothing in this build reads it: a start with a value other
+than its default is refused, naming the line (`tided.profile.refuse_unread`).
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+def _doc(affects: Literal["numbers", "node", "policy"], text: str, built: bool = True, **limits: Any) -> Meta:
+    return Meta(description=text, extra={"affects": affects, "built": built}, **limits)
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Model(Section, frozen=True):
+    path: Annotated[str, _doc("node", "Directory of the checkpoint (config.json, *.safetensors, tokenizer.json).")]
+    served_name: Annotated[str, _doc("policy", "Name that clients see.", min_length=1)]
+    numerics: Annotated[
+        Literal["native", "fp32"],
+        _doc("numbers", "native: the rounding of activations and caches that the model was made for; fp32: none."),
+    ] = "native"
+    prefill_chunk_tokens: Annotated[int, _doc("numbers", "Tokens of a prompt computed in one step.", ge=1, le=8192)] = (
+        512
+    )
+    decoder_replay: Annotated[
+        Literal["full", "bounded"],
+        _doc(
+            "numbers",
+            "bounded: layers after the last KV source run over the last window of a chunk only (approximate).",
+        ),
+    ] = "full"
+    engram_cache_bytes: Annotated[int, _doc("node", "Memory for Engram rows read from the checkpoint.", ge=0)] = (
+        64 << 20
+    )
+
+
+class Experts(Section, frozen=True):
+    resident: Annotated[int, _doc("numbers", "Routed experts kept in memory, over all layers.", ge=1)]
+    spare_slots: Annotated[int, _doc("numbers", "Slots beside the residents into which swaps are read.", ge=1)] = 32
+    verify_reads: Annotated[
+        bool, _doc("node", "Check each record read from a pack against its checksum.", built=False)
+    ] = False
+    source: Annotated[
+        Literal["checkpoint", "pack"], _doc("node", "Where expert records are read from.", built=False)
+    ] = "checkpoint"
+    read_threads: Annotated[int, _doc("node", "Parallel readers while the residents are loaded.", ge=1, le=256)] = 4
+
+
+class Tide(Section, frozen=True):
+    sensitivity: Annotated[
+        Literal["off", "low", "medium", "high", "max"],
+        _doc("policy", "How fast the resident set follows new traffic: half-life of 40, 20, 10 or 5 requests."),
+    ] = "high"
+    prior_votes: Annotated[float, _doc("policy", "Weight of the seed against observed requests.", ge=0)] = 4.0
+    seed: Annotated[str, _doc("policy", "Demand seed for a first start; empty: the first experts of each layer.")] = ""
+    floor_per_layer: Annotated[int, _doc("policy", "Least residents a layer keeps; 0: the model's top-k.", ge=0)] = 0
+    max_swaps: Annotated[int, _doc("policy", "Most swaps of one plan.", ge=0)] = 512
+    min_prefill_tokens: Annotated[int, _doc("policy", "Shorter prompts cause no plan of their own.", ge=1)] = 32
+    record: Annotated[bool, _doc("policy", "Write demand to the history (off for benchmarks).")] = True
+    replan_decode_tokens: Annotated[
+        int, _doc("policy", "Generated tokens between plans; 0: off.", ge=0, built=False)
+    ] = 0
+    hot_ring_slots: Annotated[
+        int, _doc("numbers", "Slots for hot reads, on top of the residents.", ge=0, built=False)
+    ] = 0
+    fidelity: Annotated[
+        Literal["fast", "balanced", "exact"], _doc("policy", "Default fidelity of an answer.", built=False)
+    ] = "fast"
+
+
+class Cache(Section, frozen=True):
+    context_tokens: Annotated[int, _doc("numbers", "Most tokens of one request, prompt and answer.", ge=16)]
+    pool_tokens: Annotated[int, _doc("numbers", "Tokens of context that all lanes share.", ge=16)]
+    prefix_ram_bytes: Annotated[int, _doc("numbers", "Prompt cache in memory.", ge=0, built=False)] = 0
+    prefix_disk_bytes: Annotated[int, _doc("numbers", "Prompt cache on disk.", ge=0, built=False)] = 0
+
+
+class Engine(Section, frozen=True):
+    device: Annotated[Literal["cpu", "cuda"], _doc("numbers", "Where the model runs.")] = "cpu"
+    lanes: Annotated[int, _doc("numbers", "Requests computed at the same time.", ge=1, le=64)] = 2
+    queue: Annotated[int, _doc("policy", "Requests that may wait for a lane; more get 429.", ge=0, le=10_000)] = 64
+    threads: Annotated[int, _doc("node", "Arithmetic threads of a rank on CPU.", ge=1, le=256)] = 1
+    guard_every_steps: Annotated[int, _doc("numbers", "Steps between comparisons of the ranks' digests.", ge=1)] = 64
+    draft: Annotated[
+        Literal["off", "acceptance", "confidence"], _doc("numbers", "Speculative decoding.", built=False)
+    ] = "off"
+
+
+class Parallel(Section, frozen=True):
+    ranks: Annotated[int, _doc("numbers", "Processes that share the model.", ge=1, le=64)] = 1
+    hosts: Annotated[
+        tuple[str, ...], _doc("node", "One address a rank, rank 0 first; empty: every rank on this machine.")
+    ] = ()
+    control_port: Annotated[int, _doc("node", "First of two TCP ports of rank 0's control plane.", ge=1, le=65534)] = (
+        5710
+    )
+    data_port: Annotated[int, _doc("node", "TCP port of the data plane's rendezvous.", ge=1, le=65535)] = 5720
+    interface: Annotated[str, _doc("node", "Network interface of the data plane; empty: chosen by address.")] = ""
+    key_file: Annotated[
+        str,
+        _doc("node", "CURVE keys of the control plane, the same file on every node; empty: in the state directory."),
+    ] = ""
+    heartbeat_s: Annotated[float, _doc("node", "Seconds between heartbeats.", gt=0, le=10)] = 0.5
+    peer_timeout_s: Annotated[float, _doc("node", "Silence after which a peer counts as dead.", gt=0, le=120)] = 3.0
+    start_timeout_s: Annotated[float, _doc("node", "Longest wait for the other ranks at start.", gt=0, le=3600)] = 120.0
+
+
+class Server(Section, frozen=True):
+    host: Annotated[str, _doc("policy", "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _doc("policy", "Port to listen on.", ge=1, le=65535)] = 8000
+    api_keys_file: Annotated[str, _doc("policy", "File with one API key a line; empty: anyone may ask.")] = ""
+    max_body_bytes: Annotated[int, _doc("policy", "Largest request body.", ge=1024)] = 64 << 20
+    drain_s: Annotated[float, _doc("policy", "Longest wait for running requests at a stop.", ge=0, le=600)] = 30.0
+
+
+class Settings(Section, frozen=True):
+    model: Model
+    experts: Experts
+    cache: Cache
+    tide: Tide = Tide()
+    engine: Engine = Engine()
+    parallel: Parallel = Parallel()
+    server: Server = Server()
