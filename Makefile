@@ -1,0 +1,47 @@
+# The commands of the README. `make` alone lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+# uv finds local wheels where pip is told to look; without PIP_FIND_LINKS this does nothing.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# One arithmetic thread a process: ranks and test workers share cores.
+export OMP_NUM_THREADS := 1
+UV := $(BIN)/uv pip
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet uv
+	$(UV) install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]'
+	touch $@
+
+setup: $(VENV)/.ready ## a virtual environment in .venv with everything, developer tools included
+
+demo: setup ## start the mini model on two ranks, ask it something over HTTP, show its statistics, stop
+	@bash minis/demo.sh
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+resolve: setup ## the tested versions resolve for x86_64 and aarch64 (nothing is installed)
+	for machine in x86_64 aarch64; do \
+	  $(UV) compile --quiet --no-header --no-annotate --only-binary :all: --python-version 3.12 \
+	    --python-platform $$machine-manylinux_2_28 -c constraints.txt --extra dev pyproject.toml -o /dev/null \
+	    || exit 1; echo "$$machine: resolved"; done
+
+test: lint resolve ## everything that can be tested without an accelerator
+	$(BIN)/pytest -n 2 --dist loadgroup
+
+bench: setup ## where a decode step of the mini model spends its time, on two ranks
+	$(BIN)/python bench/decode_step.py profiles/mini-deepseek.toml
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+
+.PHONY: help setup demo lint resolve test bench clean

@@ -1,0 +1,136 @@
+"""The rooms import downwards only, and data never becomes code."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("kernels", "packers", "tided", "tidectl")
+
+# Each room and the rooms it may import. `tided.errors`, `tided.settings` and `tided.engine.types` are for all.
+COMMON = {"tided.errors", "tided.settings", "tided.engine.types"}
+FLOORS: dict[str, set[str]] = {
+    "kernels": set(),
+    "packers": {"kernels"},
+    "tided.errors": set(),
+    "tided.settings": set(),
+    "tided.engine.types": set(),
+    "tided.profile": set(),
+    "tided.tide": set(),
+    "tided.control": set(),
+    "tided.guard": set(),
+    "tided.experts": {"kernels", "packers"},
+    "tided.cache": {"kernels"},
+    "tided.models": {"kernels", "packers", "tided.experts", "tided.cache"},
+    "tided.engine": {
+        "kernels", "packers", "tided.tide", "tided.experts", "tided.models", "tided.control", "tided.profile",
+    },
+    "tided.chat": set(),
+    "tided.api": {"tided.chat"},
+    "tided.daemon": {
+        "packers", "tided.profile", "tided.tide", "tided.experts", "tided.models", "tided.engine", "tided.control",
+        "tided.guard", "tided.api", "tided.chat",
+    },
+    "tidectl": {"packers", "tided.profile", "tided.engine.offline", "tided.chat"},
+}  # fmt: skip
+
+BANNED_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "jinja2", "yaml"}
+BANNED_CALLS = {"eval", "exec", "torch.load", "torch.save"}
+BANNED_METHODS = {"send_pyobj", "recv_pyobj"}
+
+
+def sources(*packages: str) -> list[Path]:
+    return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str | None:
+    """The longest entry of FLOORS that holds the module."""
+    rooms = [room for room in FLOORS if module == room or module.startswith(room + ".")]
+    return max(rooms, key=len, default=None)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, "." * node.level
+
+
+def upward_imports(module: str, tree: ast.AST) -> list[str]:
+    room = room_of(module)
+    if room is None:
+        return [f"{module}: belongs to no room"]
+    wrong = []
+    for line, name in imports(tree):
+        target = room_of(name)
+        if name.startswith("."):
+            wrong.append(f"{module}:{line}: relative import")
+        elif (
+            target
+            and target != room
+            and target not in COMMON | FLOORS[room]
+            and not any(name == allowed or name.startswith(allowed + ".") for allowed in FLOORS[room])
+        ):
+            wrong.append(f"{module}:{line}: {room} may not import {name}")
+    return wrong
+
+
+def code_in_data(module: str, tree: ast.AST) -> list[str]:
+    wrong = [f"{module}:{line}: imports {name}" for line, name in imports(tree) if name.split(".")[0] in BANNED_MODULES]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in BANNED_CALLS or called.split(".")[-1] in BANNED_METHODS:
+                wrong.append(f"{module}:{node.lineno}: calls {called}")
+    return wrong
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES), ids=module_of)
+def test_imports_go_downwards(path: Path) -> None:
+    if module_of(path) in {"tided", "tidectl"}:
+        assert not path.read_text().strip(), "top packages are empty: importing one room must not load another"
+        return
+    assert upward_imports(module_of(path), ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES, "minis", "bench"), ids=module_of)
+def test_no_code_in_data(path: Path) -> None:
+    assert code_in_data(module_of(path), ast.parse(path.read_text())) == []
+
+
+def test_policy_imports_no_torch() -> None:
+    for path in sources("tided/tide"):
+        assert not [name for _, name in imports(ast.parse(path.read_text())) if name.split(".")[0] == "torch"], path
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("kernels.linear", "from tided.experts import arena"),
+        ("tided.tide.planner", "import tided.engine.core"),
+        ("tided.models.base", "from tided.engine import core"),
+        ("tided.api.app", "from tided.engine.core import Engine"),
+        ("tided.api.app", "from ..engine import core"),
+        ("tidectl.main", "from tided.daemon import main"),
+    ],
+)
+def test_the_floor_check_sees_a_wrong_import(module: str, code: str) -> None:
+    assert upward_imports(module, ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import pickle", "from torch import load\nimport marshal", "eval(x)", "torch.load(f)", "socket.recv_pyobj()"],
+)
+def test_the_data_check_sees_code(code: str) -> None:
+    assert code_in_data("x", ast.parse(code))
