@@ -1,0 +1,1 @@
+"""Training code and checkpoints of the small models that ship with TideLM."""
