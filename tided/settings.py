@@ -14,8 +14,11 @@ import msgspec
 from msgspec import Meta
 
 
-def _doc(affects: Literal["numbers", "node", "policy"], text: str, built: bool = True, **limits: Any) -> Meta:
-    return Meta(description=text, extra={"affects": affects, "built": built}, **limits)
+def _doc(
+    affects: Literal["numbers", "node", "policy"], text: str, built: bool = True, path: bool = False, **limits: Any
+) -> Meta:
+    """`path`: the value names a file; `tided.profile` resolves it against the profile's own directory."""
+    return Meta(description=text, extra={"affects": affects, "built": built, "path": path}, **limits)
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -23,7 +26,12 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Model(Section, frozen=True):
-    path: Annotated[str, _doc("node", "Directory of the checkpoint (config.json, *.safetensors, tokenizer.json).")]
+    path: Annotated[
+        str,
+        _doc(
+            "node", "Directory of the checkpoint (config.json, *.safetensors, tokenizer.json).", path=True, min_length=1
+        ),
+    ]
     served_name: Annotated[str, _doc("policy", "Name that clients see.", min_length=1)]
     numerics: Annotated[
         Literal["native", "fp32"],
@@ -62,7 +70,9 @@ class Tide(Section, frozen=True):
         _doc("policy", "How fast the resident set follows new traffic: half-life of 40, 20, 10 or 5 requests."),
     ] = "high"
     prior_votes: Annotated[float, _doc("policy", "Weight of the seed against observed requests.", ge=0)] = 4.0
-    seed: Annotated[str, _doc("policy", "Demand seed for a first start; empty: the first experts of each layer.")] = ""
+    seed: Annotated[
+        str, _doc("policy", "Demand seed for a first start; empty: the first experts of each layer.", path=True)
+    ] = ""
     floor_per_layer: Annotated[int, _doc("policy", "Least residents a layer keeps; 0: the model's top-k.", ge=0)] = 0
     max_swaps: Annotated[int, _doc("policy", "Most swaps of one plan.", ge=0)] = 512
     min_prefill_tokens: Annotated[int, _doc("policy", "Shorter prompts cause no plan of their own.", ge=1)] = 32
@@ -99,7 +109,8 @@ class Engine(Section, frozen=True):
 class Parallel(Section, frozen=True):
     ranks: Annotated[int, _doc("numbers", "Processes that share the model.", ge=1, le=64)] = 1
     hosts: Annotated[
-        tuple[str, ...], _doc("node", "One address a rank, rank 0 first; empty: every rank on this machine.")
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        _doc("node", "One address a rank, rank 0 first; empty: every rank on this machine."),
     ] = ()
     control_port: Annotated[int, _doc("node", "First of two TCP ports of rank 0's control plane.", ge=1, le=65534)] = (
         5710
@@ -108,7 +119,11 @@ class Parallel(Section, frozen=True):
     interface: Annotated[str, _doc("node", "Network interface of the data plane; empty: chosen by address.")] = ""
     key_file: Annotated[
         str,
-        _doc("node", "CURVE keys of the control plane, the same file on every node; empty: in the state directory."),
+        _doc(
+            "node",
+            "CURVE keys of the control plane, the same file on every node; empty: in the state directory.",
+            path=True,
+        ),
     ] = ""
     heartbeat_s: Annotated[float, _doc("node", "Seconds between heartbeats.", gt=0, le=10)] = 0.5
     peer_timeout_s: Annotated[float, _doc("node", "Silence after which a peer counts as dead.", gt=0, le=120)] = 3.0
@@ -118,7 +133,9 @@ class Parallel(Section, frozen=True):
 class Server(Section, frozen=True):
     host: Annotated[str, _doc("policy", "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, _doc("policy", "Port to listen on.", ge=1, le=65535)] = 8000
-    api_keys_file: Annotated[str, _doc("policy", "File with one API key a line; empty: anyone may ask.")] = ""
+    api_keys_file: Annotated[str, _doc("policy", "File with one API key a line; empty: anyone may ask.", path=True)] = (
+        ""
+    )
     max_body_bytes: Annotated[int, _doc("policy", "Largest request body.", ge=1024)] = 64 << 20
     drain_s: Annotated[float, _doc("policy", "Longest wait for running requests at a stop.", ge=0, le=600)] = 30.0
 

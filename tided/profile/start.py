@@ -1,0 +1,72 @@
+"""Refused at a start, not when a profile is read: keys that this build does not act on, data that is not here yet."""
+
+from pathlib import Path
+
+from tided.errors import ConfigError, DataError
+from tided.profile.problems import Problem, Severity, render
+from tided.profile.reading import Reading, read
+from tided.profile.schema import KEYS, value_of
+from tided.settings import Settings
+
+
+def refuse_unread(settings: Settings, path: Path | str) -> None:
+    """A setting that nothing reads must not look as if it counted (C8). Raises ConfigError naming the lines."""
+    problems = unread(settings, read(Path(path)), "error")
+    if problems:
+        raise ConfigError(render(problems))
+
+
+def refuse_missing(settings: Settings, path: Path | str) -> None:
+    """The checkpoint and the demand seed must be there. Raises DataError naming the line and the path."""
+    problems = missing(settings, read(Path(path)), "error")
+    if problems:
+        raise DataError(render(problems))
+
+
+def unread(settings: Settings, reading: Reading, severity: Severity) -> list[Problem]:
+    return [
+        reading.source.problem(
+            reading.span(key.dotted),
+            f"this build does not act on '{key.dotted}'; a start with a value other than its default is refused",
+            rule=f"leave it out, or set it to its default: {_toml(key.default)}",
+            severity=severity,
+        )
+        for key in KEYS
+        if not key.built and value_of(settings, key) != key.default
+    ]
+
+
+def missing(settings: Settings, reading: Reading, severity: Severity) -> list[Problem]:
+    found = (
+        ("model.path", checkpoint_fault(Path(settings.model.path)), _CHECKPOINT_HELP),
+        ("tide.seed", _seed_fault(settings.tide.seed), "fetch the seed, or leave the key out"),
+    )
+    return [
+        reading.source.problem(reading.span(dotted), fault, suggestion=suggestion, severity=severity)
+        for dotted, fault, suggestion in found
+        if fault
+    ]
+
+
+_CHECKPOINT_HELP = "download the model into that directory (hf download REPOSITORY --local-dir DIR), or set model.path"
+
+
+def checkpoint_fault(path: Path) -> str:
+    """Why a directory is not a checkpoint, or "". Looks at names only; the loader judges the contents."""
+    try:
+        names = [entry.name for entry in path.iterdir()]
+    except FileNotFoundError:
+        return f"there is no checkpoint at {path}"
+    except OSError as error:
+        return f"{path} cannot be read as a checkpoint directory ({error.strerror})"
+    if "config.json" not in names:
+        return f"{path} has no config.json"
+    return "" if any(name.endswith(".safetensors") for name in names) else f"{path} has no *.safetensors file"
+
+
+def _seed_fault(seed: str) -> str:
+    return f"there is no demand seed at {seed}" if seed and not Path(seed).is_file() else ""
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
