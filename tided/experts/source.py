@@ -1,0 +1,157 @@
+"""Where the bytes of experts come from. Every source yields the same record for the same (layer, expert)."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from kernels.record import GROUP, ExpertRecord, Part
+from packers.shards import Checkpoint, TensorInfo
+from tided.errors import TensorError
+from tided.experts.files import RangeFile, Staging, span_bytes
+
+# (layer, expert) -> the checkpoint's names of w1, w3, w2 codes, then w1, w3, w2 scales: the order of a record's parts.
+# `layer` counts the layers with routed experts, 0 .. moe_layers - 1.
+ExpertNames = Callable[[int, int], Sequence[str]]
+
+# Reading a gap this small costs less than another round trip to the disk.
+GAP_BYTES = 256 << 10
+
+
+class ExpertSource(Protocol):
+    def read(self, layer: int, expert: int, out: memoryview) -> None:
+        """Fills `out` (writable, record.slot_bytes) with the rank's record. Any thread may call. Raises DataError."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReadStats:
+    """`seconds` are summed over threads. `direct`: every file so far was read past the page cache."""
+
+    records: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    seconds: float = 0.0
+    direct: bool = True
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What a rank needs of one tensor: file bytes [begin, end), as `rows` rows of which `columns` belong to it."""
+
+    path: Path
+    begin: int
+    end: int
+    part: Part
+    columns: slice
+
+
+class CheckpointSource:
+    """Reads an expert from the original shards: only what the rank needs, in as few contiguous runs as the layout
+    allows (two in the released one: scales and weights lie apart), each cut into place in the caller's memory."""
+
+    def __init__(self, checkpoint: Checkpoint, names: ExpertNames, record: ExpertRecord, rank: int) -> None:
+        if not 0 <= rank < record.ranks:
+            raise ValueError(f"rank {rank} of {record.ranks}")
+        self.record, self.rank = record, rank
+        self._checkpoint, self._names = checkpoint, names
+        self._files: dict[Path, RangeFile] = {}
+        self._staging = Staging()
+        self._lock = threading.Lock()
+        self._stats = ReadStats()
+
+    @property
+    def stats(self) -> ReadStats:
+        return self._stats
+
+    def read(self, layer: int, expert: int, out: memoryview) -> None:
+        if out.nbytes != self.record.slot_bytes:
+            raise ValueError(f"{out.nbytes} bytes of room for a record of {self.record.slot_bytes}")
+        began = time.perf_counter()
+        slot = np.frombuffer(out, dtype=np.uint8)
+        runs = list(_runs(self._cuts(layer, expert)))
+        for run in runs:
+            self._read_run(run, slot)
+        slot[self.record.nbytes :] = 0
+        self._count(sum(run[-1].end - run[0].begin for run in runs), len(runs), time.perf_counter() - began)
+
+    def close(self) -> None:
+        """No read may be running or follow."""
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _cuts(self, layer: int, expert: int) -> list[_Cut]:
+        names = self._names(layer, expert)
+        parts = zip(self.record.parts, _whole_shapes(self.record), names, strict=True)
+        return [self._cut(index, part, shape, name) for index, (part, shape, name) in enumerate(parts)]
+
+    def _cut(self, index: int, part: Part, shape: tuple[int, int], name: str) -> _Cut:
+        info = _byte_tensor(self._checkpoint, name, shape)
+        if index % 3 == W2:
+            columns = slice(self.rank * part.row_bytes, (self.rank + 1) * part.row_bytes)
+            return _Cut(info.path, info.offset, info.offset + info.nbytes, part, columns)
+        begin = info.offset + self.rank * part.nbytes
+        return _Cut(info.path, begin, begin + part.nbytes, part, slice(None))
+
+    def _read_run(self, run: list[_Cut], slot: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
+        begin, nbytes = run[0].begin, run[-1].end - run[0].begin
+        buffer = self._staging.buffer(span_bytes(begin, nbytes))
+        read = np.frombuffer(self._file(run[0].path).read(begin, nbytes, buffer), dtype=np.uint8)
+        for cut in run:
+            part = cut.part
+            whole = read[cut.begin - begin : cut.end - begin].reshape(part.rows, -1)
+            slot[part.offset : part.offset + part.nbytes].reshape(part.rows, -1)[:] = whole[:, cut.columns]
+
+    def _file(self, path: Path) -> RangeFile:
+        with self._lock:
+            file = self._files.get(path)
+            if file is None:
+                file = self._files[path] = RangeFile(path)
+            return file
+
+    def _count(self, read_bytes: int, reads: int, seconds: float) -> None:
+        with self._lock:
+            s, direct = self._stats, all(file.direct for file in self._files.values())
+            self._stats = ReadStats(
+                s.records + 1, s.reads + reads, s.read_bytes + read_bytes, s.seconds + seconds, direct
+            )
+
+
+W2 = 2  # parts 2 and 5 of a record; cut by columns, so a rank reads all of it
+
+
+def _whole_shapes(record: ExpertRecord) -> list[tuple[int, int]]:
+    """[rows, bytes a row] of the six tensors in the checkpoint, uncut."""
+    d, i = record.hidden, record.intermediate
+    return [(i, d // 2), (i, d // 2), (d, i // 2), (i, d // GROUP), (i, d // GROUP), (d, i // GROUP)]
+
+
+def _byte_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> TensorInfo:
+    info = checkpoint.tensors.get(name)
+    if info is None:
+        raise TensorError(f"tensor {name} is missing", where=str(checkpoint.path))
+    if info.shape != shape or info.nbytes != shape[0] * shape[1]:
+        raise TensorError(
+            f"tensor {name} is {info.dtype} {list(info.shape)}, an expert here needs {list(shape)} of one byte",
+            where=f"{info.path}:{info.offset}",
+        )
+    return info
+
+
+def _runs(cuts: list[_Cut]) -> Iterator[list[_Cut]]:
+    """Cuts that lie side by side in one file, by offset. No two cuts overlap: the shard's header was checked."""
+    for _, same_file in groupby(sorted(cuts, key=lambda c: (c.path, c.begin)), key=lambda c: c.path):
+        run: list[_Cut] = []
+        for cut in same_file:
+            if run and cut.begin - run[-1].end > GAP_BYTES:
+                yield run
+                run = []
+            run.append(cut)
+        yield run
