@@ -1,0 +1,64 @@
+"""MXFP4 experts computed from the slots of an arena: each distinct expert is decoded once a call, one at a time."""
+
+import torch
+from torch import Tensor
+
+from kernels.formats import fp4_rows
+from kernels.numerics import Numerics
+from kernels.record import ExpertRecord
+from kernels.rows import ROWS, matmul
+from kernels.swiglu import clamped_swiglu
+
+
+def decode(slot: Tensor, record: ExpertRecord) -> tuple[Tensor, Tensor]:
+    """slot [slot_bytes] uint8 -> w1 | w3 [2n, D] and w2 [D, n], fp32. w1 and w3 lie next to each other."""
+    d, n = record.hidden, record.share
+    w1, _, w2, s1, _, s2 = record.parts
+    w13 = fp4_rows(_cut(slot, w1.offset, 2 * n, d // 2), _cut(slot, s1.offset, 2 * n, d // 32))
+    return w13, fp4_rows(_cut(slot, w2.offset, d, n // 2), _cut(slot, s2.offset, d, n // 32))
+
+
+def _cut(slot: Tensor, offset: int, rows: int, row_bytes: int) -> Tensor:
+    return slot[offset : offset + rows * row_bytes].view(rows, row_bytes)
+
+
+def grouped_experts(
+    x: Tensor, slots: Tensor, record: ExpertRecord, picks: Tensor, weights: Tensor, limit: float, numerics: Numerics
+) -> Tensor:
+    """x [T, D] fp32, already rounded as activation; slots [S, slot_bytes] uint8; picks [T, k] slot of each chosen
+    expert; weights [T, k] fp32 -> [T, D] fp32: this rank's part of the sum over k, added in the order of k.
+
+    Raises ValueError for a pick without a slot."""
+    count, top_k = picks.shape
+    rows_of: dict[int, list[int]] = {}
+    for i, slot in enumerate(picks.flatten().tolist()):
+        rows_of.setdefault(slot, []).append(i)
+    if min(rows_of) < 0:
+        raise ValueError("a chosen expert has no slot")
+    outputs = x.new_empty(count * top_k, record.hidden)
+    flat_weights = weights.reshape(-1, 1)
+    for slot, places in rows_of.items():
+        where = torch.tensor(places, device=x.device)
+        outputs[where] = _expert(
+            x[where // top_k], flat_weights[where], *decode(slots[slot], record), limit, numerics, count <= ROWS
+        )
+    total = outputs.view(count, top_k, -1)[:, 0].clone()
+    for k in range(1, top_k):
+        total += outputs.view(count, top_k, -1)[:, k]
+    return total
+
+
+def _expert(
+    x: Tensor, weight: Tensor, w13: Tensor, w2: Tensor, limit: float, numerics: Numerics, single: bool
+) -> Tensor:
+    """x [m, D], weight [m, 1] -> w2 (weight * swiglu(w1 x, w3 x)), [m, D]. `single`: each row by itself."""
+    if single and x.shape[0] > 1:
+        rows = [(x[i : i + 1], weight[i : i + 1]) for i in range(x.shape[0])]
+        return torch.cat([_expert(row, w, w13, w2, limit, numerics, True) for row, w in rows])
+    product = matmul if single else _chunk_matmul
+    hidden = clamped_swiglu(numerics.store(product(x, w13)), limit) * weight
+    return product(numerics.activation(numerics.store(hidden)), w2)
+
+
+def _chunk_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.t()

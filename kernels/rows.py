@@ -1,0 +1,31 @@
+"""Arithmetic whose result for a row does not depend on the rows beside it.
+
+CPU libraries choose tiles, vector tails and reduction trees by shape, so the same row can come out with other bits
+when it has company. Up to `ROWS` rows (a decode step) are therefore computed one by one; a prompt chunk, whose rows
+belong to one request, is computed as a whole.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+ROWS = 16
+
+
+def by_row(operation: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """operation(*rows) with `rows` [T, ...], evaluated a row at a time when 1 < T <= ROWS."""
+    count = rows[0].shape[0]
+    if count == 1 or count > ROWS:
+        return operation(*rows)
+    return torch.cat([operation(*(tensor[i : i + 1] for tensor in rows)) for i in range(count)])
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] fp32 times weight [N, K] fp32 -> [T, N] fp32, row by row up to ROWS rows."""
+    count = x.shape[0]
+    if count == 1:
+        return torch.mv(weight, x[0]).unsqueeze(0)
+    if count <= ROWS:
+        return torch.stack([torch.mv(weight, row) for row in x.unbind(0)])
+    return x @ weight.t()
