@@ -1,0 +1,241 @@
+"""A deterministic model of a few lines, residents without bytes, and a link of two queues."""
+
+import hashlib
+import queue
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from tided.control.messages import Decode, Prefill, Step, Stop, Swap
+from tided.engine.core import FollowerEngine
+from tided.engine.executor import Executor
+from tided.engine.leader import LeaderEngine
+from tided.engine.scheduler import Limits, Scheduler
+from tided.engine.types import Finished, Request, Sampling, Started, Tokens
+from tided.errors import PairError
+from tided.experts.tables import DemandTap, RoutingTables
+
+LAYERS, EXPERTS, TOP_K, VOCAB = 3, 8, 2, 64
+
+
+@dataclass
+class FakeShape:
+    vocab_size: int = VOCAB
+    moe_layers: int = LAYERS
+    experts_per_layer: int = EXPERTS
+    top_k: int = TOP_K
+
+
+@dataclass
+class FakeLane:
+    index: int
+    position: int = 0
+    ids: list[int] = field(default_factory=list)
+
+
+class FakeModel:
+    """Logits depend on every token of the lane and on the routable set, and on nothing else."""
+
+    def __init__(self, tables: RoutingTables, tap: DemandTap) -> None:
+        self.shape, self.tables, self.tap = FakeShape(), tables, tap
+        self.open: list[FakeLane] = []
+        self.nan_at: int | None = None
+        self.raise_at: int | None = None
+        self.calls: list[tuple[str, int]] = []
+
+    def open_lane(self, index: int) -> FakeLane:
+        self.open.append(FakeLane(index))
+        return self.open[-1]
+
+    def close_lane(self, lane: FakeLane) -> None:
+        self.open.remove(lane)
+
+    def _append(self, lane: FakeLane, token: int) -> torch.Tensor:
+        lane.ids.append(token)
+        lane.position += 1
+        if lane.position == self.raise_at:
+            raise OSError("the disk is gone")
+        wanted = torch.tensor([[(token + layer + i * 3) % EXPERTS for i in range(TOP_K)] for layer in range(LAYERS)])
+        for layer in range(LAYERS):
+            missed = ~self.tables.routable[layer, wanted[layer]][None]
+            halves = torch.full((1, TOP_K), 1 / TOP_K)
+            self.tap.record(layer, torch.tensor([lane.index]), wanted[layer][None], halves * 0.5, halves, missed)
+        mask = self.tables.routable.numpy().tobytes()
+        seed = int.from_bytes(hashlib.sha256(repr(lane.ids).encode() + mask).digest()[:6])
+        logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+        return logits * float("nan") if lane.position == self.nan_at else logits
+
+    def prefill(self, lane, token_ids, logits):
+        self.calls.append(("prefill", len(token_ids)))
+        rows = torch.stack([self._append(lane, token) for token in token_ids.tolist()])
+        return {"none": None, "last": rows[-1:], "all": rows}[logits]
+
+    def decode(self, lanes, token_ids):
+        self.calls.append(("decode", len(lanes)))
+        return torch.stack([self._append(lane, token) for lane, token in zip(lanes, token_ids.tolist(), strict=True)])
+
+
+class FakeResidents:
+    def __init__(self, tables: RoutingTables, pairs: list[tuple[int, int]]) -> None:
+        self.tables, self.pairs = tables, list(pairs)
+        self.fail = False
+        for slot, (layer, expert) in enumerate(pairs):
+            tables.publish(layer, expert, slot)
+
+    def apply(self, swaps):
+        if self.fail:
+            raise OSError("record unreadable")
+        for out, in_ in swaps:
+            self.pairs[self.pairs.index(out)] = in_
+            self.tables.withdraw(*out)
+            self.tables.publish(*in_, 0)
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.tables.routable.numpy().tobytes()).hexdigest()
+
+
+class Wire:
+    """Both ends of a link: steps cross it as msgpack, as they do between processes."""
+
+    def __init__(self) -> None:
+        self.steps: queue.Queue[bytes] = queue.Queue(64)
+        self.digests: queue.Queue[tuple[int, str]] = queue.Queue(64)
+        self.sent: list[Step] = []
+        self.compared = 0
+
+    def send(self, step: Step) -> None:
+        self.sent.append(step)
+        self.steps.put(msgspec.msgpack.encode(step), timeout=5)
+
+    def receive(self, timeout_s: float) -> Step | Stop | None:
+        try:
+            return msgspec.msgpack.decode(self.steps.get(timeout=timeout_s), type=Step | Stop)
+        except queue.Empty:
+            return None
+
+    def report(self, seq: int, digest: str) -> None:
+        self.digests.put((seq, digest), timeout=5)
+
+    def compare(self, seq: int, digest: str) -> None:
+        if self.digests.get(timeout=5) != (seq, digest):
+            raise PairError(f"the ranks differ after step {seq}")
+        self.compared += 1
+
+    def stop(self, reason: str) -> None:
+        self.steps.put(msgspec.msgpack.encode(Stop(reason)), timeout=5)
+
+
+class Alone:
+    """The link of one rank: keeps what was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Step] = []
+        self.stopped = ""
+
+    def send(self, step: Step) -> None:
+        self.sent.append(msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step))
+
+    def compare(self, seq: int, digest: str) -> None:
+        assert digest
+
+    def stop(self, reason: str) -> None:
+        self.stopped = reason
+
+
+class FakePilot:
+    """Gives out the plans it was made with, and remembers what it was told."""
+
+    def __init__(self, prompt=(), idle=()) -> None:
+        self.prompt, self.idle = list(prompt), list(idle)
+        self.told: list[tuple[str, int]] = []
+
+    def prompt_done(self, counts, mass, totals, tokens):
+        self.told.append(("prompt", int(counts.sum())))
+        swaps, self.prompt = self.prompt, []
+        return swaps
+
+    def request_done(self, counts, mass, totals, tokens):
+        self.told.append(("request", int(counts.sum())))
+
+    def idle_plan(self):
+        self.told.append(("idle", 0))
+        swaps, self.idle = self.idle, []
+        return swaps
+
+
+PAIRS = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS - 3)]
+LIMITS = Limits(lanes=2, queue=4, pool_tokens=400, chunk_tokens=8, swaps=2, guard_every_steps=4)
+SWAPS = [Swap((0, 0), (0, 7)), Swap((1, 1), (1, 6)), Swap((2, 2), (2, 5))]
+
+
+def executor() -> Executor:
+    tables = RoutingTables(LAYERS, EXPERTS, torch.device("cpu"))
+    tap = DemandTap(LIMITS.lanes, LAYERS, EXPERTS, torch.device("cpu"))
+    return Executor(FakeModel(tables, tap), FakeResidents(tables, PAIRS), tap)
+
+
+class Bench:
+    """A leader turned by hand, with all it said."""
+
+    def __init__(self, link=None, pilot=None, limits: Limits = LIMITS) -> None:
+        self.link, self.events, self.faults = link or Alone(), [], []
+        self.engine = LeaderEngine(
+            executor(), Scheduler(limits), self.link, self.events.extend, self.faults.append, pilot
+        )
+
+    @property
+    def model(self) -> FakeModel:
+        return self.engine.executor.model
+
+    def submit(self, *requests: Request) -> None:
+        for one in requests:
+            self.engine.submit(one)
+        self.engine._take_in(0.0)
+
+    def cancel(self, request_id: str) -> None:
+        self.engine.cancel(request_id)
+        self.engine._take_in(0.0)
+        self.engine._emit()
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.engine.turn()
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not self.engine.turn():
+                return
+        raise AssertionError("the engine does not come to rest")
+
+    def tokens(self, request_id: str) -> list[int]:
+        return tokens_of(self.events, request_id)
+
+    def end(self, request_id: str) -> Finished:
+        (end,) = [e for e in self.events if isinstance(e, Finished) and e.request_id == request_id]
+        return end
+
+    def started(self) -> list[str]:
+        return [e.request_id for e in self.events if isinstance(e, Started)]
+
+    def work(self) -> list[str]:
+        return [{Prefill: "p", Decode: "d"}[type(step.work)] for step in self.link.sent if step.work]
+
+
+def follower(link: Wire, faults: list) -> FollowerEngine:
+    return FollowerEngine(executor(), link, faults.append)
+
+
+def tokens_of(events, request_id: str) -> list[int]:
+    return [t for e in events if isinstance(e, Tokens) and e.request_id == request_id for t in e.token_ids]
+
+
+def request(request_id: str, prompt: int = 5, max_tokens: int = 6, stop=(), **sampling) -> Request:
+    ids = [(i * 7 + prompt) % VOCAB for i in range(prompt)]
+    return Request(
+        request_id=request_id,
+        prompt_ids=ids,
+        sampling=Sampling(**{"temperature": 0.0} | sampling),
+        max_tokens=max_tokens,
+        stop_ids=tuple(stop),
+    )

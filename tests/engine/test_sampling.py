@@ -1,0 +1,118 @@
+"""Draws follow the distribution, repeat, and stay sane at the edges."""
+
+import math
+
+import pytest
+import torch
+
+from tided.engine.sampling import draw, noise, philox, sample
+from tided.engine.types import Sampling
+from tided.errors import PairError
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # published known answers of Random123 for philox4x32-10
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(counter, key, expected):
+    assert philox(counter, key) == expected
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def histogram(logits: torch.Tensor, sampling: dict, draws: int) -> torch.Tensor:
+    counts = torch.zeros(len(logits))
+    for position in range(draws):
+        counts[draw(logits, Sampling(**sampling), noise(7, position))] += 1
+    return counts
+
+
+def test_draws_follow_the_softmax():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 1.5, 3.0, 2.5])
+    counts = histogram(logits, {"temperature": 1.3}, 6000)
+    expected = torch.softmax(logits / 1.3, dim=0) * 6000
+    assert chi_square(counts, expected) < 24.3  # 7 degrees of freedom, p = 0.001
+
+
+def test_filtered_draws_follow_the_filtered_softmax():
+    logits = torch.tensor([4.0, 3.5, 3.0, 2.0, 0.0, -1.0])
+    counts = histogram(logits, {"temperature": 1.0, "top_k": 4, "top_p": 0.9}, 4000)
+    kept = torch.softmax(logits[:3], dim=0)  # of the four: 0.50 + 0.30 + 0.18 reach 0.9 with the third
+    assert counts[3:].sum() == 0
+    assert chi_square(counts[:3], kept * 4000) < 13.8  # 2 degrees of freedom, p = 0.001
+
+
+def test_min_p_is_relative_to_the_likeliest():
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.06, 0.04, 0.1]))
+    counts = histogram(logits, {"min_p": 0.19}, 500)
+    assert (counts > 0).tolist() == [True, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1e-6},
+        {"temperature": 1e-300},
+        {"temperature": 5e-324},
+        {"top_p": 1e-12},
+        {"top_p": 0.0},
+        {"top_k": 1},
+        {"min_p": 1.0},
+        {"min_p": 7.0},
+        {"temperature": 1e-6, "top_k": 3, "top_p": 1e-9, "min_p": 0.9},
+    ],
+)
+def test_extremes_are_greedy(sampling):
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(3)) * 4
+    best = int(logits.argmax())
+    assert all(draw(logits, Sampling(**sampling), bits) == best for bits in (0, 1 << 63, (1 << 64) - 1))
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 10**9}, {"top_p": 1.0}, {"top_k": 0}, {"temperature": math.inf}])
+def test_open_filters_keep_every_token_and_every_noise_is_in_range(sampling):
+    logits = torch.zeros(5000)
+    assert draw(logits, Sampling(**sampling), 0) == 0
+    assert draw(logits, Sampling(**sampling), (1 << 64) - 1) == 4999
+
+
+def test_a_wide_nucleus_over_a_large_vocabulary():
+    logits = torch.zeros(20_000)
+    assert draw(logits + torch.linspace(1e-3, 0, 20_000), Sampling(top_p=0.5), (1 << 64) - 1) in range(9_900, 10_100)
+
+
+def test_equal_logits_pick_the_lowest_id():
+    assert sample(torch.tensor([[1.0, 3.0, 3.0], [3.0, 3.0, 1.0]]), [(Sampling(temperature=0.0), 0)] * 2) == [1, 0]
+
+
+def test_rows_do_not_know_each_other():
+    logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(1))
+    rows = [(Sampling(seed=5), 9), (Sampling(seed=6, temperature=0.7), 4), (Sampling(temperature=0.0), 2)]
+    together = sample(logits, rows)
+    assert together == [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(3)]
+
+
+def test_seed_and_position_both_matter():
+    logits = torch.zeros(1, 50_000)
+    drawn = {sample(logits, [(Sampling(seed=seed), position)])[0] for seed in range(8) for position in range(8)}
+    assert len(drawn) > 60
+    assert noise(-1, 0) == noise((1 << 64) - 1, 0)
+    assert noise(1, 0) != noise(1 << 32, 0)
+    assert noise(1, 1 << 32) != noise(1, 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_no_numbers_stop_the_pair(bad):
+    logits = torch.zeros(2, 10)
+    logits[1, 3] = bad
+    with pytest.raises(PairError, match="no numbers"):
+        sample(logits, [(Sampling(), 0), (Sampling(temperature=0.0), 0)])

@@ -1,0 +1,281 @@
+"""Rank 0's loop, turned by hand."""
+
+import threading
+
+import pytest
+from engine_fakes import LIMITS, SWAPS, Bench, FakePilot, request
+
+from tided.engine.scheduler import Limits
+from tided.engine.types import Failed, Finished, Tokens
+from tided.errors import PairError
+
+
+def limits(**changes) -> Limits:
+    return Limits(**({name: getattr(LIMITS, name) for name in Limits.__dataclass_fields__} | changes))
+
+
+def test_an_answer_ends_at_max_tokens():
+    bench = Bench()
+    bench.submit(request("a", prompt=20, max_tokens=6))
+    bench.finish()
+    assert len(bench.tokens("a")) == 6
+    assert (bench.end("a").reason, bench.end("a").prompt_tokens, bench.end("a").completion_tokens) == ("length", 20, 6)
+    assert bench.model.open == []
+
+
+def test_a_stop_id_ends_the_answer_and_is_counted_but_not_sent():
+    free = Bench()
+    free.submit(request("a", max_tokens=6))
+    free.finish()
+    tokens = free.tokens("a")
+    stop = next(i for i, token in enumerate(tokens) if i and token not in tokens[:i])
+    bench = Bench()
+    bench.submit(request("a", max_tokens=6, stop=[tokens[stop]]))
+    bench.finish()
+    assert bench.tokens("a") == tokens[:stop]
+    assert (bench.end("a").reason, bench.end("a").completion_tokens) == ("stop", stop + 1)
+
+
+def test_one_token_comes_with_the_last_chunk():
+    bench = Bench()
+    bench.submit(request("a", prompt=9, max_tokens=1))
+    bench.finish()
+    assert bench.model.calls == [("prefill", 8), ("prefill", 1)]
+    assert len(bench.tokens("a")) == 1
+
+
+def test_the_chunk_size_does_not_change_the_answer():
+    answers = []
+    for chunk in (1, 8, 64):
+        bench = Bench(limits=limits(chunk_tokens=chunk))
+        bench.submit(request("a", prompt=21))
+        bench.finish()
+        answers.append(bench.tokens("a"))
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_seeded_answer_repeats_whatever_runs_beside_it():  # C9
+    drawn = {"temperature": 1.0, "seed": 42}
+    alone, crowded = Bench(), Bench()
+    alone.submit(request("a", max_tokens=12, **drawn))
+    alone.finish()
+    crowded.submit(request("x", prompt=19, max_tokens=20, temperature=1.0, seed=1))
+    crowded.turn(2)
+    crowded.submit(request("a", max_tokens=12, **drawn), request("y", temperature=0.9, seed=2))
+    crowded.finish()
+    assert crowded.tokens("a") == alone.tokens("a")
+    other = Bench()
+    other.submit(request("a", max_tokens=12, temperature=1.0, seed=43))
+    other.finish()
+    assert other.tokens("a") != alone.tokens("a")
+
+
+def test_a_running_answer_goes_on_while_a_long_prompt_is_computed():
+    bench = Bench()
+    bench.submit(request("a", prompt=3, max_tokens=40))
+    bench.turn(3)
+    bench.submit(request("b", prompt=40, max_tokens=2))
+    bench.finish()
+    assert "".join(bench.work()).startswith("pdd" + "pd" * 5)
+    assert bench.started() == ["a", "b"]
+
+
+def test_requests_beyond_the_lanes_run_in_order():
+    bench = Bench()
+    bench.submit(*[request(name, max_tokens=3) for name in "abcdef"])
+    bench.finish()
+    assert bench.started() == list("abcdef")
+    assert all(bench.end(name).reason == "length" for name in "abcdef")
+
+
+def test_a_request_cancelled_in_the_queue_never_runs():
+    bench = Bench(limits=limits(lanes=1))
+    bench.submit(request("a", max_tokens=4), request("b"), request("c", max_tokens=2))
+    bench.turn()
+    bench.cancel("b")
+    bench.finish()
+    assert bench.started() == ["a", "c"]
+    end = bench.end("b")
+    assert (end.reason, end.completion_tokens, end.stats["lane"], end.stats["ttft_s"]) == ("cancelled", 0, None, None)
+
+
+def test_a_running_request_is_cancelled_at_once():
+    bench = Bench()
+    bench.submit(request("a", max_tokens=40))
+    bench.turn(5)
+    bench.cancel("a")
+    assert bench.end("a").completion_tokens == 5
+    bench.finish()
+    assert len(bench.tokens("a")) == 5
+    assert bench.model.open == []
+    bench.cancel("a")  # of an ended request nothing is left
+    bench.finish()
+
+
+def test_a_request_that_cannot_run_fails_alone():
+    bench = Bench()
+    bench.submit(request("a", prompt=400), request("b"))
+    bench.finish()
+    (failed,) = [event for event in bench.events if isinstance(event, Failed)]
+    assert failed.request_id == "a"
+    assert "context pool" in failed.message
+    assert bench.end("b").reason == "length"
+    assert bench.faults == []
+
+
+# The moments of the tide
+
+
+def test_the_prompts_plan_is_published_before_its_second_token():
+    pilot = FakePilot(prompt=SWAPS)
+    bench = Bench(pilot=pilot)
+    bench.submit(request("a", prompt=9, max_tokens=6))
+    bench.finish()
+    with_swaps = [step.seq for step in bench.link.sent if step.swaps]
+    assert with_swaps == [3, 4]  # after chunks 1 and 2; two swaps a step
+    assert [step.plan_version for step in bench.link.sent] == [0, 0, 1, 2, 2, 2, 2, 2]
+    assert set(bench.engine.executor.residents.pairs) >= {swap.in_ for swap in SWAPS}
+    assert bench.end("a").stats["swaps"] == 3
+    assert bench.end("a").stats["residency"]["generation"] == 2
+
+
+def test_demand_is_told_once_by_phase():
+    pilot = FakePilot()
+    bench = Bench(pilot=pilot)
+    bench.submit(request("a", prompt=9, max_tokens=6))
+    bench.finish()
+    layers_times_k = 6
+    assert pilot.told == [("prompt", 9 * layers_times_k), ("request", 5 * layers_times_k), ("idle", 0)]
+
+
+def test_the_tide_plans_once_when_the_engine_comes_to_rest():
+    pilot = FakePilot(idle=SWAPS)
+    bench = Bench(pilot=pilot)
+    bench.turn(3)
+    assert pilot.told == []  # nothing happened yet: no plan at a start without a request
+    bench.submit(request("a", max_tokens=1))
+    bench.finish()
+    bench.turn(3)
+    assert pilot.told.count(("idle", 0)) == 1
+    assert [len(step.swaps) for step in bench.link.sent] == [0, 0, 2, 1]
+    assert bench.engine.residency.generation == 2
+
+
+def test_no_step_is_sent_at_rest():
+    bench = Bench()
+    assert not bench.engine.turn()
+    assert bench.link.sent == []
+
+
+# Failures
+
+
+def test_logits_that_are_no_numbers_fail_every_request():
+    bench = Bench()
+    bench.submit(request("a", prompt=3, max_tokens=30), request("b", prompt=4), *[request(n) for n in "cd"])
+    bench.model.nan_at = 6
+    run(bench)
+    failed = [event.request_id for event in bench.events if isinstance(event, Failed)]
+    assert sorted(failed) == list("abcd")
+    assert "no numbers" in bench.faults[0].what
+    assert not any(isinstance(event, Finished) for event in bench.events)
+
+
+def test_an_error_in_a_step_fails_open_requests_and_those_on_their_way():
+    bench = Bench()
+    bench.submit(request("a", max_tokens=30))
+    bench.engine.submit(request("late"))
+    bench.model.raise_at = 7
+    run(bench)
+    assert {event.request_id for event in bench.events if isinstance(event, Failed)} == {"a", "late"}
+    assert isinstance(bench.faults[0], PairError)
+    assert "the disk is gone" in bench.faults[0].what
+    assert not isinstance(bench.events[-1], Tokens)
+
+
+def test_a_swap_that_cannot_be_read_ends_the_engine():
+    bench = Bench(pilot=FakePilot(prompt=SWAPS))
+    bench.engine.executor.residents.fail = True
+    bench.submit(request("a"))
+    run(bench)
+    assert "record unreadable" in bench.faults[0].what
+    assert len(bench.tokens("a")) == 1  # nothing after the failed swap
+
+
+def test_a_lane_that_leaks_is_noticed_at_rest():
+    bench = Bench()
+    bench.submit(request("a", max_tokens=1))
+    bench.turn(2)
+    bench.engine.executor.lanes[1] = object()
+    with pytest.raises(PairError, match="held while no request runs"):
+        bench.turn()
+
+
+def test_a_stop_cancels_what_is_open():
+    bench = Bench()
+    bench.submit(request("a", max_tokens=100))
+    bench.turn(2)
+    bench.engine.close("restart")
+    run(bench)
+    assert bench.end("a").reason == "cancelled"
+    assert bench.link.stopped == "restart"
+    assert bench.faults == []
+
+
+def test_the_same_id_twice_is_a_fault():
+    bench = Bench()
+    bench.submit(request("a"))
+    with pytest.raises(PairError, match="twice"):
+        bench.submit(request("a"))
+
+
+def run(bench: Bench) -> None:
+    thread = threading.Thread(target=bench.engine.run)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+# Statistics
+
+
+def test_statistics_tell_prefill_from_decode():
+    bench = Bench()
+    bench.submit(request("a", prompt=20, max_tokens=6, seed=9))
+    bench.finish()
+    stats = bench.end("a").stats
+    assert (stats["prompt_tokens"], stats["completion_tokens"], stats["steps"], stats["seed"]) == (20, 6, 5, 9)
+    assert stats["prefill_s"] > 0
+    assert stats["decode_s"] > 0
+    assert stats["ttft_s"] >= stats["prefill_s"] / 2
+    experts = stats["experts"]
+    assert experts["routed_picks"] == 25 * 6
+    assert experts["miss_picks"] == stats["expert_misses"] + stats["prefill_expert_misses"] > 0
+    assert stats["substituted_weight_share"] == pytest.approx(experts["miss_picks"] / 150, abs=1e-6)
+    assert (experts["resident"], experts["total"], experts["resident_pct"]) == (15, 24, 62.5)
+    assert stats["residency"]["mask_hash"] == bench.engine.executor.residents.digest()
+
+
+def test_an_aborted_request_reports_its_own_numbers():
+    bench = Bench(limits=limits(lanes=1))
+    bench.submit(request("first", prompt=30, max_tokens=20))
+    bench.finish()
+    bench.submit(request("second", prompt=17, max_tokens=20))
+    bench.turn(2)  # two of three chunks
+    bench.cancel("second")
+    stats = bench.end("second").stats
+    assert (stats["prompt_tokens"], stats["completion_tokens"], stats["expert_misses"]) == (17, 0, 0)
+    assert stats["experts"]["routed_picks"] == 16 * 6
+    assert stats["prefill_expert_misses"] > 0
+    assert (stats["decode_s"], stats["decode_tok_s"], stats["expert_hit_rate"] is None) == (0.0, None, False)
+
+
+def test_the_log_line_holds_no_token(caplog):
+    bench = Bench()
+    with caplog.at_level("INFO", "tided.engine"):
+        bench.submit(request("a", prompt=20, max_tokens=6))
+        bench.finish()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("request a length: prompt 20 tokens")
+    assert str(bench.tokens("a")) not in line
+    assert str(request("a", prompt=20).prompt_ids)[1:-1] not in line

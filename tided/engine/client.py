@@ -1,0 +1,200 @@
+"""The loop's side of rank 0's engine: requests in, events out. Lives on the asyncio loop and never blocks it.
+
+The engine's thread hands over the events of a step at once; one wake-up of the loop carries all that arrived until it
+runs. A reader that is slower than the model finds its tokens joined in one event: what waits for it is bounded by the
+answer it asked for.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal, Protocol
+
+from tided.engine.stats import Residency
+from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
+from tided.errors import QueueFullError, RequestError, TideError
+
+State = Literal["starting", "ready", "draining", "fault"]
+RECENT_STATS = 100
+
+
+class EngineThread(Protocol):
+    """What the client uses of `LeaderEngine`; every method may be called from another thread."""
+
+    residency: Residency
+    last_step_s: float
+
+    @property
+    def seq(self) -> int: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def close(self, reason: str) -> None: ...
+
+
+class Answer(AsyncIterator[Event]):
+    """The events of one request; ends after `Finished` or `Failed`. `aclose` cancels a request that is not done."""
+
+    def __init__(self, client: "EngineClient", request: Request) -> None:
+        self.request = request
+        self.started = self.cancelled = self.done = False
+        self._client = client
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, event: Event) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(event, Tokens) and isinstance(last, Tokens):
+            last.token_ids.extend(event.token_ids)
+        else:
+            self._events.append(event)
+        self.started |= isinstance(event, Started)
+        self.done |= isinstance(event, Finished | Failed)
+        self._arrived.set()
+
+    def __aiter__(self) -> "Answer":
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._events:
+            if self.done:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._events.popleft()
+
+    async def aclose(self) -> None:
+        self._events.clear()
+        self._client.cancel(self.request.request_id)
+
+
+class EngineClient:
+    """`lanes` and `queue` bound the requests that may be open. `attach` makes it ready; until then it refuses."""
+
+    def __init__(self, lanes: int, queue: int) -> None:
+        self.state: State = "starting"
+        self.fault = ""
+        self.recent_stats: deque[dict[str, Any]] = deque(maxlen=RECENT_STATS)  # newest first
+        self._lanes, self._queue = lanes, queue
+        self._engine: EngineThread | None = None
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[str, Answer] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._arrived: list[Event] = []
+        self._lock = threading.Lock()
+
+    def attach(self, engine: EngineThread) -> None:
+        self._engine, self.state = engine, "ready"
+
+    # Called on the loop
+
+    def submit(self, request: Request) -> Answer:
+        """Queues the request. Raises at once, before any event: QueueFullError, or RequestError 503 when not ready."""
+        engine = self._ready()
+        if len(self._open) >= self._lanes + self._queue:
+            raise QueueFullError(self.waiting)
+        if request.request_id in self._open:
+            raise RequestError(f"request id {request.request_id} is in use", param="request_id")
+        engine.submit(request)
+        self._idle.clear()
+        answer = self._open[request.request_id] = Answer(self, request)
+        return answer
+
+    def cancel(self, request_id: str) -> None:
+        """Asks for the end of a request, queued or running; its `Finished("cancelled")` follows. Else does nothing."""
+        answer = self._open.get(request_id)
+        if answer is not None and not answer.cancelled and self._engine is not None:
+            answer.cancelled = True
+            self._engine.cancel(request_id)
+
+    def fail_all(self, message: str) -> None:
+        """The pair is lost: every open request ends with `Failed`, later ones are refused."""
+        if self.state != "fault":
+            self.state, self.fault = "fault", message
+        for request_id in list(self._open):
+            self._deliver(Failed(request_id, message))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests, waits for the open ones, and cancels those that `timeout_s` did not suffice for."""
+        if self.state != "fault":
+            self.state = "draining"
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            for request_id in list(self._open):
+                self.cancel(request_id)
+
+    @property
+    def waiting(self) -> int:
+        return sum(not answer.started for answer in self._open.values())
+
+    def health(self) -> dict[str, Any]:
+        """A snapshot: no lock, no tensor, no wait."""
+        waiting, engine = self.waiting, self._engine
+        health: dict[str, Any] = {
+            "state": self.state,
+            "fault": self.fault,
+            "lanes": {"total": self._lanes, "busy": len(self._open) - waiting},
+            "queue": waiting,
+            "busy": bool(self._open),
+        }
+        if engine is not None:
+            residency = engine.residency
+            health |= {
+                "residents": residency.residents,
+                "experts": residency.total,
+                "generation": residency.generation,
+                "mask_hash": residency.mask_hash,
+                "engine_seq": engine.seq,
+                "last_step_age_s": round(time.monotonic() - engine.last_step_s, 3),
+            }
+        return health
+
+    def _ready(self) -> EngineThread:
+        if self.state == "ready" and self._engine is not None:
+            return self._engine
+        texts = {"starting": "the model is still being loaded", "draining": "the server is shutting down"}
+        what = texts.get(self.state, f"the engine stopped: {self.fault}")
+        raise RequestError(what, status=503, kind="server_error", code=self.state)
+
+    # Called by the engine's thread
+
+    def post(self, events: Sequence[Event]) -> None:
+        """Hands the events of a step to the loop; one wake-up at a time is on its way."""
+        with self._lock:
+            wake = not self._arrived
+            self._arrived += events
+        if wake:
+            self._call(self._collect)
+
+    def post_fault(self, error: TideError) -> None:
+        self._call(self.fail_all, error.what)
+
+    def _call(self, function: Any, *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: nobody is left to be told
+            return
+
+    def _collect(self) -> None:
+        with self._lock:
+            events, self._arrived = self._arrived, []
+        for event in events:
+            self._deliver(event)
+
+    def _deliver(self, event: Event) -> None:
+        answer = self._open.get(event.request_id)
+        if answer is None:
+            return  # failed already, when the pair was lost
+        answer.put(event)
+        if isinstance(event, Finished):
+            self.recent_stats.appendleft(event.stats)
+        if answer.done:
+            del self._open[event.request_id]
+            if not self._open:
+                self._idle.set()

@@ -1,0 +1,84 @@
+"""The step loop of a rank, on a thread of its own that owns the device, the model and the lanes.
+
+Rank 0 (`LeaderEngine`, in `tided.engine.leader`): take in requests and cancellations, decide a step, send it, execute
+it, tell the loop, account. Others (`FollowerEngine`): receive a step, execute it. An idle pair sends nothing and spins
+nowhere: rank 0 sleeps on its inbox, the others on the link. An error anywhere in a step ends the engine: the ranks no
+longer hold the same state.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from tided.control.messages import Step, Stop
+from tided.engine.executor import Executor, Outcome
+from tided.engine.ports import FollowerLink
+from tided.errors import PairError, RequestError, TideError
+
+log = logging.getLogger("tided.engine")
+
+IDLE_WAIT_S = 1.0  # longest sleep on an inbox or a link before the stop flag is looked at
+OnFault = Callable[[TideError], None]
+
+
+class Engine:
+    """`run` is the thread's target. `seq` and `last_step_s` are read by other threads."""
+
+    def __init__(self, executor: Executor, on_fault: OnFault, threads: int = 1) -> None:
+        self.executor = executor
+        self.last_step_s = time.monotonic()
+        self._on_fault, self._threads = on_fault, threads
+
+    @property
+    def seq(self) -> int:
+        """The last step this rank finished."""
+        return self.executor.seq
+
+    def run(self) -> None:
+        torch.set_num_threads(self._threads)  # counts for the calling thread
+        try:
+            self._loop()
+        except Exception as error:
+            log.exception("the engine ends at step %d", self.seq + 1)
+            self._end(as_fault(error, self.seq + 1))
+
+    def _execute(self, step: Step) -> Outcome:
+        outcome = self.executor.execute(step)
+        self.last_step_s = time.monotonic()
+        return outcome
+
+    def _end(self, fault: TideError) -> None:
+        self._on_fault(fault)
+
+    def _loop(self) -> None:
+        raise NotImplementedError
+
+
+def as_fault(error: Exception, seq: int) -> TideError:
+    if isinstance(error, TideError) and not isinstance(error, RequestError):
+        return error
+    return PairError(f"step {seq} failed: {error or type(error).__name__}", hint="the log of this rank has the trace")
+
+
+class FollowerEngine(Engine):
+    def __init__(self, executor: Executor, link: FollowerLink, on_fault: OnFault, threads: int = 1) -> None:
+        super().__init__(executor, on_fault, threads)
+        self._link = link
+        self._stopping = threading.Event()
+
+    def close(self) -> None:
+        """Ends the loop after the step in progress; thread-safe."""
+        self._stopping.set()
+
+    def _loop(self) -> None:
+        while not self._stopping.is_set():
+            message = self._link.receive(IDLE_WAIT_S)
+            if isinstance(message, Stop):
+                return
+            if message is not None:
+                outcome = self._execute(message)
+                if message.digest_due:
+                    self._link.report(message.seq, outcome.digest)

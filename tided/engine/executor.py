@@ -1,0 +1,115 @@
+"""One step on one rank. Rank 0 and the others run this same code on the same messages (C1): nothing here reads a clock,
+a setting of the node or the rank's number, and nothing decides by a value that another rank does not hold."""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tided.control.messages import Admission, Decode, Prefill, Step
+from tided.engine.ports import Residents
+from tided.engine.sampling import sample
+from tided.engine.types import Request
+from tided.errors import PairError
+from tided.experts.tables import DemandTap
+from tided.models.base import LaneState, Model
+
+Demand = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class Lane:
+    """A request's context on this rank. `token` is drawn already and not in the context yet."""
+
+    request: Request
+    state: LaneState
+    token: int = -1
+
+
+@dataclass
+class Outcome:
+    """What a step made: (lane, token) in row order, the demand of a prompt that is complete, and the digest if due."""
+
+    tokens: list[tuple[int, int]] = field(default_factory=list)
+    prompt_demand: Demand | None = None
+    digest: str = ""
+
+
+class Executor:
+    def __init__(self, model: Model, residents: Residents, tap: DemandTap) -> None:
+        self.model, self.residents, self.tap = model, residents, tap
+        self.lanes: dict[int, Lane] = {}
+        self.seq = 0
+        self.plan_version = 0
+        self._device = tap.counts.device
+        self._history = hashlib.blake2b(digest_size=16)
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> Outcome:
+        """Releases, admissions, swaps, then the work. Raises PairError for a step that cannot follow the last one."""
+        if step.seq != self.seq + 1:
+            raise PairError(f"step {step.seq} came after step {self.seq}: a message was lost")
+        for lane in step.release:
+            self.model.close_lane(self.lanes.pop(lane).state)
+            self.tap.take(lane)
+        for admission in step.admit:
+            self._admit(admission)
+        self._swap(step)
+        outcome = Outcome()
+        if isinstance(step.work, Prefill):
+            self._prefill(step.work, outcome)
+        elif isinstance(step.work, Decode):
+            self._decode(step.work, outcome)
+        self._history.update(f"{step.seq} {outcome.tokens};".encode())
+        if step.digest_due:
+            outcome.digest = self._digest()
+        self.seq = step.seq
+        return outcome
+
+    def _admit(self, admission: Admission) -> None:
+        if admission.lane in self.lanes:
+            raise PairError(f"lane {admission.lane} was given away twice")
+        self.tap.take(admission.lane)
+        self.lanes[admission.lane] = Lane(admission.request, self.model.open_lane(admission.lane))
+
+    def _swap(self, step: Step) -> None:
+        if step.swaps:
+            self.residents.apply([(swap.out, swap.in_) for swap in step.swaps])
+            self.plan_version += 1
+        if self.plan_version != step.plan_version:
+            raise PairError(f"plan {self.plan_version} is in place where step {step.seq} expects {step.plan_version}")
+
+    def _prefill(self, work: Prefill, outcome: Outcome) -> None:
+        lane = self.lanes[work.lane]
+        prompt = lane.request.prompt_ids
+        if lane.state.position != work.start:
+            raise PairError(f"lane {work.lane} stands at {lane.state.position}, its chunk begins at {work.start}")
+        end = work.start + work.count
+        ids = torch.tensor(prompt[work.start : end], dtype=torch.int64, device=self._device)
+        logits = self.model.prefill(lane.state, ids, "last" if end == len(prompt) else "none")
+        if logits is not None:
+            self._draw([work.lane], logits, outcome)
+            outcome.prompt_demand = self.tap.take(work.lane)
+
+    def _decode(self, work: Decode, outcome: Outcome) -> None:
+        lanes = [self.lanes[index] for index in work.lanes]
+        ids = torch.tensor([lane.token for lane in lanes], dtype=torch.int64, device=self._device)
+        self._draw(work.lanes, self.model.decode([lane.state for lane in lanes], ids), outcome)
+
+    def _draw(self, indices: list[int], logits: Tensor, outcome: Outcome) -> None:
+        """logits [R, vocab], a row for each lane of `indices`."""
+        lanes = [self.lanes[index] for index in indices]
+        tokens = sample(logits, [(lane.request.sampling, lane.state.position) for lane in lanes])
+        for lane, token in zip(lanes, tokens, strict=True):
+            lane.token = token
+        outcome.tokens = list(zip(indices, tokens, strict=True))
+
+    def _digest(self) -> str:
+        """Every token so far, the routable set as the tables hold it, and what the router chose in the open requests.
+        Only integers are compared: their sums do not depend on the order a device adds them in."""
+        now = self._history.copy()
+        now.update(self.residents.digest().encode())
+        now.update(self.tap.counts.to(torch.int32).cpu().numpy().tobytes())
+        now.update(self.tap.totals[:, :2].to(torch.int64).cpu().numpy().tobytes())
+        return now.hexdigest()

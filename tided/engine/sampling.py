@@ -1,0 +1,95 @@
+"""The next token from logits. Every rank holds the same logits and draws the same token (C9).
+
+The noise is counter-based: 64 bits from (seed, position) alone, so a seeded request repeats whatever runs beside it and
+however its steps are cut. The draw inverts an integer distribution function: integer sums have one value in any order,
+so no reduction order of a device can make two ranks disagree.
+
+Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), Philox4x32-10.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tided.engine.types import Sampling
+from tided.errors import PairError
+from tided.models.parallel import is_finite
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_WEIGHT_BITS = 44  # weight of the likeliest token; 2^18 tokens of it still fit 63 bits
+_SORTED_TOKENS = (256, 4096)  # a nucleus seldom needs more of the vocabulary sorted
+
+Words = tuple[int, int, int, int]
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """Four 32-bit words of noise for a 128-bit counter under a 64-bit key."""
+    a, b, c, d = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        left, right = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b, c, d = (right >> 32) ^ b ^ k0, right & _WORD, (left >> 32) ^ d ^ k1, left & _WORD
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    return a, b, c, d
+
+
+def noise(seed: int, position: int) -> int:
+    """64 uniform bits for the token at `position` of a request; `seed` counts modulo 2^64."""
+    low, high, _, _ = philox((position & _WORD, position >> 32, 0, 0), (seed & _WORD, seed >> 32 & _WORD))
+    return high << 32 | low
+
+
+def sample(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
+    """logits [R, vocab] fp32; `rows` holds each row's sampling and the position its token will have.
+
+    Raises PairError for logits that are no numbers: such a rank must stop, not serve.
+    """
+    if not is_finite(logits):
+        raise PairError("the model computed logits that are no numbers", hint="restart the pair; check its checkpoint")
+    best = first_max(logits).tolist()
+    return [
+        draw(row, sampling, noise(sampling.seed, position)) if sampling.temperature > 0 else greedy
+        for row, greedy, (sampling, position) in zip(logits, best, rows, strict=True)
+    ]
+
+
+def first_max(logits: Tensor) -> Tensor:
+    """logits [R, vocab] -> [R] int64: the lowest id among equals (argmax leaves that choice to the device)."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    return torch.where(logits == logits.amax(dim=-1, keepdim=True), ids, logits.shape[-1]).amin(dim=-1)
+
+
+def draw(row: Tensor, sampling: Sampling, bits: int) -> int:
+    """row [vocab] fp32 finite; `bits` 64 uniform bits -> a token id of the filtered distribution."""
+    weights = torch.exp((row.double() - row.max()) / sampling.temperature)
+    kept = torch.where(weights >= least_weight(weights, sampling), weights, 0.0)
+    cumulative = (kept * (1 << _WEIGHT_BITS)).to(torch.int64).cumsum(dim=0)
+    target = bits * int(cumulative[-1]) >> 64
+    return int(torch.searchsorted(cumulative, target, right=True))
+
+
+def least_weight(weights: Tensor, sampling: Sampling) -> float:
+    """weights [vocab], the largest 1 -> the least weight that may be drawn: top-k, then top-p of what it left, min-p.
+
+    A bound rather than a list of ids: equal weights share one fate, whatever order a sort gives them.
+    """
+    least = min(sampling.min_p, 1.0)  # the likeliest token always stays
+    if 0 < sampling.top_k < weights.numel():
+        least = max(least, float(torch.topk(weights, sampling.top_k).values[-1]))
+        weights = weights[weights >= least] if sampling.top_p < 1 else weights
+    return max(least, _nucleus(weights, sampling.top_p)) if sampling.top_p < 1 else least
+
+
+def _nucleus(weights: Tensor, top_p: float) -> float:
+    """The least weight of the smallest set of likeliest tokens that holds `top_p` of the sum."""
+    wanted = float(weights.sum()) * top_p
+    for count in (*_SORTED_TOKENS, weights.numel()):
+        ranked = torch.topk(weights, min(count, weights.numel())).values
+        reached = ranked.cumsum(dim=0) >= wanted
+        if bool(reached[-1]):
+            return float(ranked[int(reached.to(torch.int8).argmax())])
+    return float(ranked[-1])
