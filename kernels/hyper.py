@@ -30,10 +30,9 @@ def sinkhorn(x: NDArray[np.float32], iterations: int, eps: float) -> NDArray[np.
     """x [T, S, S] positive, rows summing to one -> nearly doubly stochastic; ends on the columns.
 
     In numpy: 39 normalisations of 4 x 4 numbers are all overhead, and numpy has the least of it."""
-    x = x / (np.add.reduce(x, -2, keepdims=True) + eps)
-    for _ in range(iterations - 1):
-        x = x / (np.add.reduce(x, -1, keepdims=True) + eps)
-        x = x / (np.add.reduce(x, -2, keepdims=True) + eps)
+    x = x.copy()
+    for axis in (-2, *(-1, -2) * (iterations - 1)):
+        x /= np.add.reduce(x, axis, keepdims=True) + np.float32(eps)
     return x
 
 

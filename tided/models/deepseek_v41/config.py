@@ -1,0 +1,201 @@
+"""The dimensions of a DeepSeek-V4.1 model, read and checked from a checkpoint's config.json."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from kernels.rope import Yarn
+from tided.errors import DataError
+
+WHERE = "config.json"
+
+
+class RopeScaling(msgspec.Struct, frozen=True):
+    rope_type: str
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    """`text_config`, in the names of the file; keys that nothing here needs are ignored."""
+
+    vocab_size: int
+    hidden_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    swiglu_limit: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: RopeScaling
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    scoring_func: str
+    topk_method: str
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    compress_rope_theta: float
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    candidate_source_layer_id: int
+    candidate_topk_blocks: int
+    candidate_block_size: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    engram_layer_ids: tuple[int, ...]
+    engram_num_embeddings: tuple[int, ...]
+    engram_max_ngram_size: int
+    engram_vocab_size: int
+    engram_n_heads: int
+    engram_head_dim: int
+    engram_pad_token_id: int
+    engram_compressed_vocab_size: int
+    num_nextn_predict_layers: int
+    dspark_target_layer_ids: tuple[int, ...]
+    dspark_markov_rank: int
+    dspark_n_routed_experts: int
+
+    @property
+    def yarn(self) -> Yarn:
+        r = self.rope_scaling
+        return Yarn(r.factor, r.beta_fast, r.beta_slow, r.original_max_position_embeddings)
+
+    @property
+    def engram_columns(self) -> int:
+        """Table rows that a token looks up in one Engram layer."""
+        return (self.engram_max_ngram_size - 1) * self.engram_n_heads
+
+    @property
+    def last_kv_source(self) -> int:
+        return self.kv_source_layer_ids[-1]
+
+    def kv_source_of(self, layer: int) -> int | None:
+        """The layer whose compressed rows `layer` reads; None for a layer with its window alone."""
+        if self.compress_ratios[layer] == 0:
+            return None
+        return max(source for source in self.kv_source_layer_ids if source <= layer)
+
+    def index_source_of(self, layer: int) -> int | None:
+        """The layer whose selection `layer` uses."""
+        if self.compress_ratios[layer] == 0:
+            return None
+        return max(source for source in self.index_source_layer_ids if source <= layer)
+
+
+class VisionConfig(msgspec.Struct, frozen=True):
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    patch_size: int
+    downsample_ratio: int
+
+
+class QuantizationConfig(msgspec.Struct, frozen=True):
+    quant_method: str
+    weight_block_size: tuple[int, int]
+    scale_fmt: str
+    expert_dtype: str
+
+
+class Config(msgspec.Struct, frozen=True):
+    model_type: str
+    bos_token_id: int
+    eos_token_id: int
+    text_config: TextConfig
+    vision_config: VisionConfig
+    quantization_config: QuantizationConfig
+
+
+def read_config(raw: dict[str, Any]) -> Config:
+    """Raises DataError naming the key that is missing, of a wrong type, or impossible."""
+    try:
+        config = msgspec.convert(raw, Config)
+    except msgspec.ValidationError as e:
+        raise DataError(str(e), where=WHERE, hint="this is not the configuration of a DeepSeek-V4.1 model") from e
+    faults = [text for fine, text in _rules(config) if not fine]
+    if faults:
+        raise DataError("; ".join(faults), where=WHERE, hint="this build computes no such model")
+    return config
+
+
+def _rules(config: Config) -> list[tuple[bool, str]]:
+    t, q = config.text_config, config.quantization_config
+    sizes = [
+        f for f in t.__struct_fields__ if isinstance(getattr(t, f), int) and not f.startswith(("engram_pad", "tie"))
+    ]
+    bad_sizes = [f for f in sizes if getattr(t, f) < 1 and f not in ("norm_topk_prob", "num_nextn_predict_layers")]
+    rules = [
+        (not bad_sizes, f"{', '.join(bad_sizes)} must be at least 1"),
+        (q.quant_method == "fp8" and q.scale_fmt == "ue8m0", "quantization_config must be fp8 with ue8m0 scales"),
+        (q.expert_dtype == "fp4", f"expert_dtype {q.expert_dtype!r} is not fp4"),
+        (q.weight_block_size == (32, 32), f"weight_block_size {list(q.weight_block_size)} is not [32, 32]"),
+        (t.scoring_func == "sqrtsoftplus", f"scoring_func {t.scoring_func!r} is not sqrtsoftplus"),
+        (t.topk_method == "noaux_tc", f"topk_method {t.topk_method!r} is not noaux_tc"),
+        (t.norm_topk_prob, "norm_topk_prob must be true"),
+        (t.num_key_value_heads == 1, "num_key_value_heads must be 1: keys and values are one latent"),
+        (t.n_shared_experts == 1, "n_shared_experts must be 1"),
+        (not t.tie_word_embeddings, "tie_word_embeddings must be false"),
+        (t.rope_scaling.rope_type == "yarn", f"rope_type {t.rope_scaling.rope_type!r} is not yarn"),
+        (t.num_experts_per_tok <= t.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts"),
+    ]
+    if bad_sizes:
+        return rules
+    return rules + _shape_rules(t) + _layer_rules(t)
+
+
+def _shape_rules(t: TextConfig) -> list[tuple[bool, str]]:
+    quantised = ("hidden_size", "moe_intermediate_size", "head_dim", "q_lora_rank", "index_head_dim", "engram_head_dim")
+    uneven = [name for name in quantised if getattr(t, name) % 32]
+    return [
+        (not uneven, f"{', '.join(uneven)} must be a multiple of 32, the width of a scale"),
+        (t.o_groups * t.o_lora_rank % 32 == 0, "o_groups * o_lora_rank must be a multiple of 32"),
+        (t.num_attention_heads % t.o_groups == 0, "o_groups must divide num_attention_heads"),
+        (t.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even"),
+        (t.qk_rope_head_dim <= min(t.head_dim, t.index_head_dim), "qk_rope_head_dim exceeds a head"),
+        (math.isfinite(t.swiglu_limit) and t.swiglu_limit > 0, "swiglu_limit must be positive"),
+        (0 <= t.engram_pad_token_id < t.vocab_size, "engram_pad_token_id is not in the vocabulary"),
+    ]
+
+
+def _layer_rules(t: TextConfig) -> list[tuple[bool, str]]:
+    blocks = t.num_hidden_layers + t.num_nextn_predict_layers
+    if len(t.compress_ratios) != blocks:
+        return [(False, f"compress_ratios has {len(t.compress_ratios)} entries for {blocks} blocks")]
+    ratios = t.compress_ratios[: t.num_hidden_layers]
+    kv, index = t.kv_source_layer_ids, t.index_source_layer_ids
+    sources = {*kv, *index, *t.engram_layer_ids, *t.dspark_target_layer_ids, t.candidate_source_layer_id}
+    if not all(0 <= layer < t.num_hidden_layers for layer in sources) or not kv:
+        return [(False, "a source layer lies outside the model")]
+    compressed = [layer for layer, ratio in enumerate(ratios) if ratio]
+    return [
+        (set(t.compress_ratios) <= {0, 1, 2}, "compress_ratios other than 0, 1 and 2"),
+        (not any(t.compress_ratios[t.num_hidden_layers :]), "compress_ratios of the drafter must be 0"),
+        (all(list(ids) == sorted(set(ids)) for ids in (kv, index)), "source layers must rise"),
+        (set(kv) <= set(index), "a layer that writes compressed rows must select among them too"),
+        (all(ratios[layer] for layer in index), "a source layer has compress_ratio 0"),
+        (
+            all(kv[0] <= layer and ratios[layer] == ratios[max(s for s in kv if s <= layer)] for layer in compressed),
+            "a layer reads compressed rows of another ratio, or of no source",
+        ),
+        (t.candidate_source_layer_id == kv[-1], "candidate_source_layer_id must be the last of kv_source_layer_ids"),
+        (len(t.engram_num_embeddings) == len(t.engram_layer_ids), "engram_num_embeddings and engram_layer_ids differ"),
+        (list(t.engram_layer_ids) == sorted(set(t.engram_layer_ids)), "engram_layer_ids must rise"),
+    ]
