@@ -19,7 +19,7 @@ from tided.experts.files import RangeFile, Staging, span_bytes
 # `layer` counts the layers with routed experts, 0 .. moe_layers - 1.
 ExpertNames = Callable[[int, int], Sequence[str]]
 
-# Reading a gap this small costs less than another round trip to the disk.
+# A gap that is no larger than this, nor than what follows it, costs less to read than another round trip to the disk.
 GAP_BYTES = 256 << 10
 
 
@@ -150,7 +150,7 @@ def _runs(cuts: list[_Cut]) -> Iterator[list[_Cut]]:
     for _, same_file in groupby(sorted(cuts, key=lambda c: (c.path, c.begin)), key=lambda c: c.path):
         run: list[_Cut] = []
         for cut in same_file:
-            if run and cut.begin - run[-1].end > GAP_BYTES:
+            if run and cut.begin - run[-1].end > min(GAP_BYTES, cut.end - cut.begin):
                 yield run
                 run = []
             run.append(cut)

@@ -1,0 +1,243 @@
+"""The demand history: what this model's traffic asked for so far, in one SQLite file that rank 0 owns.
+
+    <directory>/demand-<identity, 16 digits>-<layers>x<experts>k<top_k>.sqlite
+
+    PRAGMA application_id, user_version    "TIDE", version of this format
+    meta(key, value)                       identity, unit, layers, experts, top_k, requests
+    demand(layer, counts, mass, crc32)     float64 little endian [experts] each, and the crc32 of both
+
+One request is one transaction, so a crash loses votes, never parts of one. A file that is damaged, of another version,
+unit, model or shape is renamed beside the new one, with a message: never deleted, never half used. No tokens, no text.
+"""
+
+import logging
+import os
+import shutil
+import sqlite3
+import tempfile
+import zlib
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from tided.errors import DataError, UnavailableError
+from tided.tide.demand import Demand, Grid, RouterShape, Vote, checked_grid
+
+log = logging.getLogger(__name__)
+
+APPLICATION_ID = 0x54494445  # "TIDE"
+VERSION = 2  # 1 held raw scores, which do not mix with votes
+UNIT = "request"
+LOCK_TIMEOUT_S = 2.0
+SIDE_FILES = ("", "-wal", "-shm")
+
+SCHEMA = (
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {VERSION}",
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT",
+    "CREATE TABLE demand (layer INTEGER PRIMARY KEY, counts BLOB NOT NULL, mass BLOB NOT NULL, crc32 INTEGER NOT NULL)"
+    " STRICT",
+)
+
+
+class Foreign(Exception):
+    """The file is not a history of this model; the text says why."""
+
+
+class History:
+    """`demand`: what is known. `fold` adds a request and, when recording, writes it. One thread at a time."""
+
+    def __init__(self, path: Path, demand: Demand, connection: sqlite3.Connection | None, note: str) -> None:
+        self.path, self.demand, self.note = path, demand, note
+        self._connection = connection
+
+    @classmethod
+    def open(cls, directory: Path, identity: str, shape: RouterShape, record: bool) -> "History":
+        """`identity`: the checkpoint's. With `record` off nothing in `directory` is created or changed, and what is
+        folded later is kept in memory only. `note` tells, if anything was found unusable, what and where it is now.
+
+        Raises UnavailableError when another process records into the file, DataError when the disk fails.
+        """
+        path = directory / f"demand-{identity[:16]}-{shape.layers}x{shape.experts}k{shape.top_k}.sqlite"
+        if not record:
+            demand, note = _read_copy(path, identity, shape)
+            return cls(path, demand, None, note)
+        _make(directory)
+        try:
+            connection, demand = _open_or_create(path, identity, shape)
+            return cls(path, demand, connection, "")
+        except Foreign as e:
+            note = f"{_set_aside(path)}: set aside, {e}; a new history begins"
+        log.warning(note)
+        connection, demand = _open_or_create(path, identity, shape)
+        return cls(path, demand, connection, note)
+
+    def fold(self, vote: Vote, decay: float) -> None:
+        """One request's vote; what was there before is worth `decay` of what it was. A failed write is reported (log,
+        `note`) and costs durability only: serving goes on, and the next write holds everything."""
+        self.demand = self.demand.folded(vote, decay)
+        if self._connection is None:
+            return
+        try:
+            _write(self._connection, self.demand)
+        except sqlite3.Error as e:
+            self.note = f"{self.path}: the demand of the last requests could not be written: {e}"
+            log.error(self.note)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _open_or_create(path: Path, identity: str, shape: RouterShape) -> tuple[sqlite3.Connection, Demand]:
+    connection = _connect(path)
+    try:
+        # Exclusive: a second daemon must not write its own votes over ours. NORMAL: a power cut may cost the newest
+        # votes, and saves the engine from waiting for the disk after each request.
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        is_new = connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+        if not is_new:
+            _check_format(connection)
+        connection.execute("PRAGMA journal_mode = WAL")
+        if is_new:
+            _create(connection, identity, shape)
+        return connection, _load(connection, identity, shape)
+    except sqlite3.Error as e:
+        connection.close()
+        raise _translated(path, e) from e
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    except OSError as e:
+        raise DataError(f"the demand history cannot be written: {e.strerror}", where=str(path)) from e
+    return sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as e:
+        raise DataError(f"cannot be made: {e.strerror}", where=str(directory)) from e
+
+
+def _read_copy(path: Path, identity: str, shape: RouterShape) -> tuple[Demand, str]:
+    """Reads a copy: merely opening a WAL database may write to it."""
+    if not path.exists():
+        return Demand.none(shape), ""
+    with tempfile.TemporaryDirectory(prefix="tided-history-") as scratch:
+        copy = Path(scratch) / path.name
+        try:
+            for suffix in ("", "-wal"):
+                if (source := path.with_name(path.name + suffix)).exists():
+                    shutil.copyfile(source, copy.with_name(copy.name + suffix))
+        except OSError as e:
+            raise DataError(f"cannot be read: {e.strerror}", where=str(path)) from e
+        try:
+            connection, demand = _open_or_create(copy, identity, shape)
+        except Foreign as e:
+            note = f"{path}: not used, {e}; left where it is, since nothing is recorded"
+            log.warning(note)
+            return Demand.none(shape), note
+        connection.close()
+    return demand, ""
+
+
+def _create(connection: sqlite3.Connection, identity: str, shape: RouterShape) -> None:
+    meta = {"identity": identity, "unit": UNIT, **{k: str(v) for k, v in shape._asdict().items()}}
+    connection.execute("BEGIN IMMEDIATE")
+    for statement in SCHEMA:
+        connection.execute(statement)
+    connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+    _put(connection, Demand.none(shape))
+    connection.execute("COMMIT")
+
+
+def _load(connection: sqlite3.Connection, identity: str, shape: RouterShape) -> Demand:
+    meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+    expected = {"identity": identity, "unit": UNIT, **{k: str(v) for k, v in shape._asdict().items()}}
+    for key, value in expected.items():
+        if meta.get(key) != value:
+            raise Foreign(f"its {key} is {meta.get(key)}, not {value}")
+    if not (requests := meta.get("requests", "")).isdecimal():
+        raise Foreign("its number of requests is no number")
+    rows = connection.execute("SELECT layer, counts, mass, crc32 FROM demand ORDER BY layer").fetchall()
+    if [row[0] for row in rows] != list(range(shape.layers)):
+        raise Foreign("its layers are not complete")
+    for layer, counts, mass, crc32 in rows:
+        if zlib.crc32(mass, zlib.crc32(counts)) != crc32 or not len(counts) == len(mass) == 8 * shape.experts:
+            raise Foreign(f"layer {layer} of it is damaged")
+    try:
+        counts = checked_grid([np.frombuffer(row[1], dtype="<f8") for row in rows], "counts", shape)
+        mass = checked_grid([np.frombuffer(row[2], dtype="<f8") for row in rows], "mass", shape)
+    except ValueError as e:
+        raise Foreign(str(e)) from e
+    return Demand(counts, mass, int(requests))
+
+
+def _check_format(connection: sqlite3.Connection) -> None:
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if application != APPLICATION_ID:
+        raise Foreign("another program wrote it")
+    if version != VERSION:
+        raise Foreign(f"its format is version {version}, this build writes {VERSION}")
+    if (state := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+        raise Foreign(f"it is damaged ({state})")
+
+
+def _write(connection: sqlite3.Connection, demand: Demand) -> None:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        _put(connection, demand)
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _put(connection: sqlite3.Connection, demand: Demand) -> None:
+    connection.execute("INSERT OR REPLACE INTO meta VALUES ('requests', ?)", (str(demand.requests),))
+    rows = [_row(layer, demand.counts[layer], demand.mass[layer]) for layer in range(len(demand.counts))]
+    connection.executemany("INSERT OR REPLACE INTO demand VALUES (?, ?, ?, ?)", rows)
+
+
+def _row(layer: int, counts: Grid, mass: Grid) -> tuple[int, bytes, bytes, int]:
+    blobs = counts.astype("<f8").tobytes(), mass.astype("<f8").tobytes()
+    return (layer, *blobs, zlib.crc32(blobs[1], zlib.crc32(blobs[0])))
+
+
+def _translated(path: Path, error: sqlite3.Error) -> Exception:
+    """SQLite's primary result code decides: someone else's lock, a failing disk, or a file that is not ours."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return UnavailableError(
+            "another process records demand into this history",
+            where=str(path),
+            hint="stop the other daemon, or set `record = false` in the [tide] section",
+        )
+    if code in (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_MISMATCH):
+        return Foreign(f"it cannot be read ({error})")
+    return DataError(f"the demand history cannot be used: {error}", where=str(path))
+
+
+def _set_aside(path: Path) -> Path:
+    """Renames the file and what SQLite keeps beside it; returns the new name."""
+    stem = f"{path.name}.set-aside-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    target, n = path.with_name(stem), 1
+    while target.exists():
+        n += 1
+        target = path.with_name(f"{stem}-{n}")
+    for suffix in SIDE_FILES:
+        source = path.with_name(path.name + suffix)
+        if source.exists():
+            source.rename(target.with_name(target.name + suffix))
+    return target
