@@ -79,7 +79,8 @@ class FakeModel:
 class FakeResidents:
     def __init__(self, tables: RoutingTables, pairs: list[tuple[int, int]]) -> None:
         self.tables, self.pairs = tables, list(pairs)
-        self.fail = False
+        self.fail = self.broken = False
+        self.checked = 0
         for slot, (layer, expert) in enumerate(pairs):
             tables.publish(layer, expert, slot)
 
@@ -90,6 +91,11 @@ class FakeResidents:
             self.pairs[self.pairs.index(out)] = in_
             self.tables.withdraw(*out)
             self.tables.publish(*in_, 0)
+
+    def check_integrity(self) -> None:
+        self.checked += 1
+        if self.broken:
+            raise PairError("the resident set is broken")
 
     def digest(self) -> str:
         return hashlib.sha256(self.tables.routable.numpy().tobytes()).hexdigest()

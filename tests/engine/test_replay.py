@@ -122,3 +122,14 @@ def test_a_plan_that_one_rank_missed_ends_it():
 def thread_ended(thread: threading.Thread) -> None:
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_a_follower_verifies_its_residents_when_the_pair_rests():
+    bench, other, thread, faults = pair()
+    other.executor.residents.broken = True
+    thread.start()
+    bench.submit(request("a", prompt=20))
+    bench.finish()
+    thread_ended(thread)
+    assert "broken" in faults[0].what
+    assert other.seq == bench.engine.seq

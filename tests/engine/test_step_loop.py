@@ -211,6 +211,20 @@ def test_a_lane_that_leaks_is_noticed_at_rest():
         bench.turn()
 
 
+def test_the_resident_set_is_verified_once_at_rest():
+    bench = Bench()
+    residents = bench.engine.executor.residents
+    bench.submit(request("a"))
+    bench.finish()
+    bench.turn(3)
+    assert residents.checked == 1
+    residents.broken = True
+    bench.submit(request("b"))
+    run(bench)
+    assert "broken" in bench.faults[0].what
+    assert bench.end("b").reason == "length"
+
+
 def test_a_stop_cancels_what_is_open():
     bench = Bench()
     bench.submit(request("a", max_tokens=100))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 from tided.engine.stats import Residency
@@ -18,6 +19,7 @@ from tided.errors import QueueFullError, RequestError, TideError
 
 State = Literal["starting", "ready", "draining", "fault"]
 RECENT_STATS = 100
+CANCEL_GRACE_S = 2.0
 
 
 class EngineThread(Protocol):
@@ -120,14 +122,20 @@ class EngineClient:
             self._deliver(Failed(request_id, message))
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests, waits for the open ones, and cancels those that `timeout_s` did not suffice for."""
+        """Refuses new requests and waits for the open ones. Those that `timeout_s` did not suffice for are cancelled,
+        and given a moment for their last event to reach their readers."""
         if self.state != "fault":
             self.state = "draining"
-        try:
+        if await self._rests(timeout_s):
+            return
+        for request_id in list(self._open):
+            self.cancel(request_id)
+        await self._rests(CANCEL_GRACE_S)
+
+    async def _rests(self, timeout_s: float) -> bool:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            for request_id in list(self._open):
-                self.cancel(request_id)
+        return not self._open
 
     @property
     def waiting(self) -> int:

@@ -74,11 +74,15 @@ class FollowerEngine(Engine):
         self._stopping.set()
 
     def _loop(self) -> None:
+        checked = 0
         while not self._stopping.is_set():
             message = self._link.receive(IDLE_WAIT_S)
             if isinstance(message, Stop):
                 return
-            if message is not None:
+            if isinstance(message, Step):
                 outcome = self._execute(message)
                 if message.digest_due:
                     self._link.report(message.seq, outcome.digest)
+            elif checked != self.seq:  # the pair rests: verify the books once
+                self.executor.residents.check_integrity()
+                checked = self.seq

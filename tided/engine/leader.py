@@ -92,6 +92,7 @@ class LeaderEngine(Engine):
         self._rested = True
         if self.executor.lanes or self.scheduler.held_tokens:
             raise PairError(f"lanes {sorted(self.executor.lanes)} are held while no request runs")
+        self.executor.residents.check_integrity()
         self._plan(self._pilot.idle_plan() if self._pilot else ())
         return self.scheduler.next_step()
 

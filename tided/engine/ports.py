@@ -24,6 +24,10 @@ class Residents(Protocol):
         """A digest of the routable (layer, expert) ids as the tables hold them now."""
         ...
 
+    def check_integrity(self) -> None:
+        """Raises PairError unless slots, directory and tables agree."""
+        ...
+
 
 class Pilot(Protocol):
     """Rank 0's owner of history and plans (`tided.tide.pilot`). Demand: counts, mass [layers, experts]."""

@@ -1,0 +1,184 @@
+"""The loop's side: bounded, cancellable, honest about the engine's end. A real engine runs on a thread of its own."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+import pytest
+from engine_fakes import LIMITS, Alone, executor, request
+
+from tided.engine.client import EngineClient
+from tided.engine.leader import LeaderEngine
+from tided.engine.scheduler import Scheduler
+from tided.engine.types import Failed, Finished, Started, Tokens
+from tided.errors import PairError, QueueFullError, RequestError
+
+
+class Gate(Alone):
+    """A link that holds the engine before a step while it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.open.set()
+
+    def send(self, step) -> None:
+        assert self.open.wait(30)
+        super().send(step)
+
+
+@asynccontextmanager
+async def running():
+    client, link = EngineClient(LIMITS.lanes, LIMITS.queue), Gate()
+    engine = LeaderEngine(executor(), Scheduler(LIMITS), link, client.post, client.post_fault)
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    client.attach(engine)
+    try:
+        yield client, engine, link
+    finally:
+        link.open.set()
+        engine.close("end of the test")
+        await asyncio.to_thread(thread.join, 30)
+        assert not thread.is_alive()
+
+
+async def collect(answer):
+    return [event async for event in answer]
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_an_answer_streams_in_order():
+    async with running() as (client, _, _):
+        events = await collect(client.submit(request("a", prompt=20, max_tokens=6)))
+    assert isinstance(events[0], Started)
+    assert isinstance(events[-1], Finished)
+    tokens = [token for event in events[1:-1] for token in event.token_ids]
+    assert len(tokens) == events[-1].completion_tokens == 6
+    assert client.recent_stats[0] == events[-1].stats
+
+
+async def test_a_slow_reader_finds_its_tokens_joined():
+    async with running() as (client, _, _):
+        answer = client.submit(request("a", max_tokens=50))
+        await until(lambda: answer.done)
+        events = await collect(answer)
+    assert [type(event) for event in events] == [Started, Tokens, Finished]
+    assert len(events[1].token_ids) == 50
+
+
+async def test_a_full_queue_is_refused_before_any_event_and_a_cancelled_place_is_free_again():
+    async with running() as (client, _, link):
+        link.open.clear()
+        answers = [client.submit(request(f"r{i}", max_tokens=2)) for i in range(LIMITS.lanes + LIMITS.queue)]
+        with pytest.raises(QueueFullError):
+            client.submit(request("late"))
+        client.cancel("r5")
+        link.open.set()
+        assert (await collect(answers[5]))[-1].reason == "cancelled"
+        late = client.submit(request("late", max_tokens=1))
+        ends = [(await collect(answer))[-1] for answer in [*answers[:5], late]]
+        assert all(end.reason == "length" for end in ends)
+
+
+async def test_closing_a_stream_cancels_its_request():
+    async with running() as (client, _, _):
+        answer = client.submit(request("a", prompt=3, max_tokens=300))
+        assert isinstance(await anext(answer), Started)
+        await answer.aclose()
+        await until(lambda: not client.health()["busy"])
+        assert client.recent_stats[0]["completion_tokens"] < 300
+
+
+async def test_cancelling_twice_or_too_late_does_nothing():
+    async with running() as (client, _, _):
+        answer = client.submit(request("a", max_tokens=300))
+        client.cancel("a")
+        client.cancel("a")
+        assert (await collect(answer))[-1].reason == "cancelled"
+        client.cancel("a")
+        client.cancel("unknown")
+        assert (await collect(client.submit(request("a", max_tokens=2))))[-1].reason == "length"
+
+
+async def test_an_id_in_use_is_refused():
+    async with running() as (client, _, _):
+        client.submit(request("a", max_tokens=300))
+        with pytest.raises(RequestError, match="in use"):
+            client.submit(request("a"))
+        client.cancel("a")
+
+
+async def test_the_engines_end_fails_every_open_request_and_later_ones():
+    async with running() as (client, engine, _):
+        engine.executor.model.raise_at = 40
+        answers = [client.submit(request(name, max_tokens=300 // 3)) for name in "abc"]
+        for events in await asyncio.gather(*map(collect, answers)):
+            assert isinstance(events[-1], Failed)
+            assert "the disk is gone" in events[-1].message
+        await until(lambda: client.state == "fault")
+        assert "the disk is gone" in client.health()["fault"]
+        with pytest.raises(RequestError, match="the engine stopped") as refused:
+            client.submit(request("d"))
+        assert refused.value.status == 503
+
+
+async def test_a_lost_peer_fails_requests_at_once_even_if_the_engine_hangs():
+    async with running() as (client, _, link):
+        link.open.clear()
+        answer = client.submit(request("a"))
+        client.fail_all("rank 1 is silent")
+        assert [type(event) for event in await collect(answer)] == [Failed]
+        link.open.set()
+
+
+async def test_health_tells_lanes_queue_and_residents():
+    async with running() as (client, engine, link):
+        idle = client.health()
+        assert (idle["state"], idle["lanes"], idle["queue"]) == ("ready", {"total": 2, "busy": 0}, 0)
+        assert (idle["residents"], idle["experts"], idle["generation"]) == (15, 24, 0)
+        link.open.clear()
+        answers = [client.submit(request(name, max_tokens=2)) for name in "abcd"]
+        await until(lambda: client.health()["lanes"]["busy"] >= 1)
+        assert client.health()["queue"] >= 2
+        link.open.set()
+        await asyncio.gather(*map(collect, answers))
+        assert client.health()["engine_seq"] == engine.seq > 0
+        assert client.health()["last_step_age_s"] >= 0
+
+
+async def test_draining_refuses_newcomers_and_waits_for_the_rest():
+    async with running() as (client, _, _):
+        answer = client.submit(request("a", max_tokens=20))
+        drain = asyncio.create_task(client.drain(30))
+        await until(lambda: client.state == "draining")
+        with pytest.raises(RequestError, match="shutting down"):
+            client.submit(request("b"))
+        await drain
+        assert (await collect(answer))[-1].completion_tokens == 20
+
+
+async def test_draining_cancels_what_outlasts_its_time():
+    async with running() as (client, _, link):
+        link.open.clear()
+        answer = client.submit(request("a", max_tokens=300))
+        drain = asyncio.create_task(client.drain(0.01))
+        await until(lambda: answer.cancelled)
+        link.open.set()
+        await drain
+        assert not client.health()["busy"]
+        assert (await collect(answer))[-1].reason == "cancelled"
+
+
+async def test_before_the_engine_is_there_requests_are_refused():
+    client = EngineClient(1, 1)
+    assert client.health()["state"] == "starting"
+    with pytest.raises(RequestError, match="being loaded"):
+        client.submit(request("a"))
+    client.post_fault(PairError("rank 1 differs"))
+    await until(lambda: client.state == "fault")
