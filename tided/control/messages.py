@@ -92,10 +92,12 @@ class Stop(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Sent by the loop of each rank. `engine_seq` is the last step its engine finished."""
+    """Sent by the loop of each rank. `engine_seq` is the last step its engine finished; `session` is that of Welcome:
+    a leftover of an earlier start does not count as alive."""
 
     rank: int
     engine_seq: int
+    session: str = ""
 
 
 class Fault(Message, frozen=True):

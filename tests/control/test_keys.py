@@ -1,0 +1,80 @@
+import os
+import stat
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from tided.control.keys import load_keys
+from tided.errors import DataError, PermissionError_, UnavailableError
+
+
+def public_keys(path):
+    keys = load_keys(path, create=True)
+    return keys.leader.public, keys.followers.public
+
+
+def test_ranks_that_start_together_get_the_same_keys(tmp_path):
+    path = tmp_path / "new" / "state" / "curve.key"
+    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
+        seen = set(pool.map(public_keys, [path] * 12))
+    assert len(seen) == 1
+
+
+def test_the_file_is_private_and_nothing_else_is_left(tmp_path):
+    path = tmp_path / "state" / "curve.key"
+    before = os.umask(0)
+    try:
+        load_keys(path, create=True)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert sorted(file.name for file in path.parent.iterdir()) == ["curve.key", "curve.key.lock"]
+
+
+def test_secrets_are_not_shown(tmp_path):
+    keys = load_keys(tmp_path / "state" / "curve.key", create=True)
+    assert keys.leader.secret not in repr(keys)
+    assert keys.followers.secret not in repr(keys)
+
+
+def test_a_second_node_never_makes_keys_of_its_own(tmp_path):
+    with pytest.raises(UnavailableError, match="not there"):
+        load_keys(tmp_path / "curve.key", create=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
+def test_a_key_file_that_others_may_touch_is_refused(tmp_path, mode):
+    path = tmp_path / "state" / "curve.key"
+    load_keys(path, create=True)
+    path.chmod(mode)
+    with pytest.raises(PermissionError_, match=f"{mode:04o}"):
+        load_keys(path, create=True)
+
+
+def test_a_link_in_place_of_the_key_file_is_refused(tmp_path):
+    path = tmp_path / "state" / "curve.key"
+    load_keys(path, create=True)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError_):
+        load_keys(path, create=True)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff" * 100, b"x" * 10_000])
+def test_a_damaged_key_file_is_refused_by_name(tmp_path, damage):
+    path = tmp_path / "state" / "curve.key"
+    load_keys(path, create=True)
+    path.write_bytes(damage)
+    with pytest.raises(DataError, match=r"curve\.key"):
+        load_keys(path, create=True)
+
+
+def test_a_public_key_that_is_not_the_secret_ones_is_refused(tmp_path):
+    path, other = tmp_path / "a" / "curve.key", tmp_path / "b" / "curve.key"
+    ours, theirs = load_keys(path, create=True), load_keys(other, create=True)
+    path.write_text(path.read_text().replace(ours.leader.public, theirs.leader.public))
+    with pytest.raises(DataError):
+        load_keys(path, create=False)
