@@ -1,7 +1,7 @@
 """The resident set of a rank: fills it at boot and changes it by plans that rank 0 made.
 
-A plan lands in spare slots first; only when every record of it is there do the tables change, and only then are the old
-slots free. It runs between two steps, when no kernel reads the arena. Any failure is final: a rank that skipped a swap
+Swaps land in spare slots first; only when every record of them is there do the tables change, and only then are the old
+slots free. That runs between two steps, when no kernel reads the arena. Any failure is final: a rank that skipped a swap
 would route differently from the others, and nobody would notice.
 """
 
@@ -60,21 +60,17 @@ class Residents:
         self._publish(self._read(pairs, progress))
 
     def apply(self, swaps: Sequence[PairSwap]) -> None:
-        """Changes the set by a whole plan. Nothing is read before all of it is found valid. A plan of more swaps than
-        there are spare slots lands in several waves, each published as a whole."""
+        """Changes the set by these swaps, all of them or none: nothing is read before every swap is found valid, nothing
+        is published before everything is read. Raises PairError or DataError; the set is unusable after a failed read."""
         self._check_alive()
-        if not swaps:
-            return
         self._check_plan(swaps)
-        rest = iter(swaps)
-        while wave := list(islice(rest, self.arena.free)):
-            landed = self._read([in_ for _, in_ in wave])
-            for out, _ in wave:
-                self._withdraw(out)
-            self._publish(landed)
-            for out, _ in wave:
-                self.arena.drop(out)
-        self.generation += 1
+        landed = self._read([in_ for _, in_ in swaps])
+        for out, _ in swaps:
+            self._withdraw(out)
+        self._publish(landed)
+        for out, _ in swaps:
+            self.arena.drop(out)
+        self.generation += bool(swaps)
 
     def digest(self) -> str:
         """sha256 over the sorted routable pairs, taken from the tables that the model reads."""
@@ -113,6 +109,8 @@ class Residents:
                 raise PairError(f"layer {layer} would keep {count[layer]} experts, the router needs {self.top_k}")
 
     def _check_plan(self, swaps: Sequence[PairSwap]) -> None:
+        if len(swaps) > self.arena.free:
+            raise PairError(f"{len(swaps)} experts cannot land in {self.arena.free} free slots at once")
         outs, ins = [out for out, _ in swaps], [in_ for _, in_ in swaps]
         self._check_range([*outs, *ins])
         if len(set(outs)) != len(outs) or len(set(ins)) != len(ins):

@@ -4,12 +4,14 @@
     prompt computed -> prompt_done(): the plan knows the prompt it follows, before one token of its answer
     request ended   -> request_done(): prompt and answer become one vote of the history
     nothing to do   -> idle_plan(): at most one plan for each request
+    swaps published -> applied(): a plan may be applied in portions, in its order, and be dropped for a newer one
 
-Same calls, same history, same seed: same plans. A plan that was returned counts as applied: applying is not optional,
-and a rank that fails to apply it ends. Not thread-safe; once serving has begun, the engine's thread alone calls it.
+Same calls, same history, same seed: same plans. Not thread-safe; once serving has begun, the engine's thread alone
+calls it.
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,7 +76,7 @@ class Pilot:
         self.history, self.seed, self.settings, self.shape = history, seed, settings, shape
         self.sensitivity = SENSITIVITY[settings.sensitivity]
         self.floor = settings.floor_per_layer or shape.top_k
-        self.plan_version = 0  # plans returned that were not empty
+        self.plan_version = 0  # portions of plans that were applied
         self.prefill, self.decode = Picks(), Picks()  # what was missed while prompts, and while answers, were computed
         self._prompts: dict[int, _Prompt] = {}  # by lane, of requests whose vote is not folded yet
         self._requests_since_plan = 0
@@ -83,14 +85,23 @@ class Pilot:
 
     @property
     def residents(self) -> list[Pair]:
-        """The pairs that are resident once every plan returned so far is applied, sorted."""
+        """The pairs that are resident now, sorted."""
         return sorted(self._residents)
 
     def boot_pairs(self) -> list[Pair]:
-        """The resident set to start with, sorted. Raises nothing; a budget that cannot be was refused before."""
+        """The resident set to start with, sorted."""
         if self.plan_version:
             raise PairError("the boot set was asked for after plans had changed it")
         return self.residents
+
+    def applied(self, swaps: Iterable[PairSwap]) -> None:
+        """These swaps are published on every rank. Raises PairError for swaps that no plan can hold."""
+        for out, in_ in swaps:
+            if out not in self._residents or in_ in self._residents:
+                raise PairError(f"the pilot's resident set does not allow the swap of {out} for {in_}")
+            self._residents.remove(out)
+            self._residents.add(in_)
+        self.plan_version += 1
 
     def scores(self) -> Grid:
         """[layers, experts]: what a plan made now is made from, requests still running included. Writes nothing."""
@@ -136,13 +147,10 @@ class Pilot:
         scores = self.scores()
         plan = swap_plan(scores, self._residents, self.floor, self.settings.max_swaps, MIN_GAIN * float(scores.mean()))
         if plan:
-            self._residents.difference_update(out for out, _ in plan)
-            self._residents.update(in_ for _, in_ in plan)
-            self.plan_version += 1
             weight = float(observed_weight(self.history.demand, self.settings.prior_votes).mean())
             log.info(
-                "plan %d after %s: %d swaps, %.2f %% of picks missed, history weighs %.2f",
-                self.plan_version, cause, len(plan), 100 * miss_rate, weight,
+                "plan after %s: %d swaps, %.2f %% of picks missed, history weighs %.2f",
+                cause, len(plan), 100 * miss_rate, weight,
             )  # fmt: skip
         return plan
 
