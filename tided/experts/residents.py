@@ -1,8 +1,8 @@
 """The resident set of a rank: fills it at boot and changes it by plans that rank 0 made.
 
-Swaps land in spare slots first; only when every record of them is there do the tables change, and only then are the old
-slots free. That runs between two steps, when no kernel reads the arena. Any failure is final: a rank that skipped a swap
-would route differently from the others, and nobody would notice.
+Swaps land in spare slots first; only when every record of them is there do the tables change, and only then are the
+old slots free. That runs between two steps, when no kernel reads the arena. Any failure is final: a rank that skipped a
+swap would route differently from the others, and nobody would notice.
 """
 
 import hashlib
@@ -60,8 +60,8 @@ class Residents:
         self._publish(self._read(pairs, progress))
 
     def apply(self, swaps: Sequence[PairSwap]) -> None:
-        """Changes the set by these swaps, all of them or none: nothing is read before every swap is found valid, nothing
-        is published before everything is read. Raises PairError or DataError; the set is unusable after a failed read."""
+        """Changes the set by these swaps, all or none: nothing is read before every swap is found valid, nothing is
+        published before everything is read. Raises PairError or DataError; after a failed read the set is unusable."""
         self._check_alive()
         self._check_plan(swaps)
         landed = self._read([in_ for _, in_ in swaps])

@@ -80,6 +80,7 @@ class Pilot:
         self.prefill, self.decode = Picks(), Picks()  # what was missed while prompts, and while answers, were computed
         self._prompts: dict[int, _Prompt] = {}  # by lane, of requests whose vote is not folded yet
         self._requests_since_plan = 0
+        self._last = Picks()  # of the newest request that ended
         self._check(budget)
         self._residents = set(self._first_residents(budget))
 
@@ -123,10 +124,8 @@ class Pilot:
         """A request ended, in whatever way. The demand is that since `prompt_done`, of `tokens` generated tokens; of a
         request that ended before, it is that of the part of its prompt that was computed."""
         vote, prompt = self._vote(counts, mass), self._prompts.pop(lane, None)
-        if prompt is None:
-            self.prefill.add(totals)
-        else:
-            self.decode.add(totals)
+        self._last = (self.prefill if prompt is None else self.decode).add(totals)
+        if prompt is not None:
             vote = joined(prompt.vote, prompt.tokens, vote, tokens)
         if vote.empty:
             return
@@ -138,7 +137,7 @@ class Pilot:
         history does not grow, and adaptation would stop for good."""
         if not self._requests_since_plan:
             return []
-        return self._plan("a request", self.decode.miss_rate)
+        return self._plan("a request", self._last.miss_rate)
 
     def _plan(self, cause: str, miss_rate: float) -> list[PairSwap]:
         self._requests_since_plan = 0
