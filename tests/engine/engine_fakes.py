@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from tided.control.messages import Decode, Prefill, Step, Stop, Swap
+from tided.control.messages import Decode, Prefill, Step, Stop
 from tided.engine.core import FollowerEngine
 from tided.engine.executor import Executor
 from tided.engine.leader import LeaderEngine
@@ -156,12 +156,12 @@ class FakePilot:
         self.prompt, self.idle = list(prompt), list(idle)
         self.told: list[tuple[str, int]] = []
 
-    def prompt_done(self, counts, mass, totals, tokens):
+    def prompt_done(self, counts, mass, totals, tokens, *, lane):
         self.told.append(("prompt", int(counts.sum())))
         swaps, self.prompt = self.prompt, []
         return swaps
 
-    def request_done(self, counts, mass, totals, tokens):
+    def request_done(self, counts, mass, totals, tokens, *, lane):
         self.told.append(("request", int(counts.sum())))
 
     def idle_plan(self):
@@ -171,8 +171,8 @@ class FakePilot:
 
 
 PAIRS = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS - 3)]
-LIMITS = Limits(lanes=2, queue=4, pool_tokens=400, chunk_tokens=8, swaps=2, guard_every_steps=4)
-SWAPS = [Swap((0, 0), (0, 7)), Swap((1, 1), (1, 6)), Swap((2, 2), (2, 5))]
+LIMITS = Limits(lanes=2, queue=4, pool_tokens=400, page_tokens=1, chunk_tokens=8, swaps=2, guard_every_steps=4)
+SWAPS = [((0, 0), (0, 7)), ((1, 1), (1, 6)), ((2, 2), (2, 5))]
 
 
 def executor() -> Executor:

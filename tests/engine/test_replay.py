@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from engine_fakes import SWAPS, Bench, FakePilot, Wire, executor, follower, request, tokens_of
 
-from tided.control.messages import Step, Swap
+from tided.control.messages import Step
 from tided.engine.types import Failed
 from tided.errors import PairError
 
@@ -21,7 +21,7 @@ def traffic(bench: Bench) -> None:
 
 
 def test_recorded_steps_replay_to_the_same_tokens():
-    bench = Bench(pilot=FakePilot(prompt=SWAPS, idle=[Swap((0, 7), (0, 0))]))
+    bench = Bench(pilot=FakePilot(prompt=SWAPS, idle=[((0, 7), (0, 0))]))
     traffic(bench)
     steps = [msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step) for step in bench.link.sent]
     replayed, lane_of, tokens = executor(), {}, {name: [] for name in "abcd"}

@@ -3,7 +3,7 @@
 import pytest
 from engine_fakes import LIMITS, SWAPS, request
 
-from tided.control.messages import Decode, Prefill
+from tided.control.messages import Decode, Prefill, Swap
 from tided.engine.scheduler import Limits, Scheduler
 from tided.errors import QueueFullError, RequestError
 
@@ -53,6 +53,16 @@ def test_admission_prices_prompt_and_answer_and_keeps_the_order():
     assert (step.release, [a.request.request_id for a in step.admit]) == ([0], ["waits", "small"])
 
 
+def test_admission_counts_whole_pages():
+    s = scheduler(pool_tokens=250, page_tokens=128)  # two pages
+    s.submit(request("a", prompt=120, max_tokens=9))  # 129 tokens take both
+    s.submit(request("b", prompt=1, max_tokens=1))
+    assert [a.request.request_id for a in s.next_step().admit] == ["a"]
+    s.finish(0)
+    s.submit(request("c", prompt=100, max_tokens=28))
+    assert [a.request.request_id for a in s.next_step().admit] == ["b", "c"]
+
+
 def test_can_admit_changes_nothing():
     s = scheduler()
     s.submit(request("a"))
@@ -72,7 +82,7 @@ def test_the_queue_is_bounded():
 
 
 def test_what_can_never_fit_is_refused_at_once():
-    with pytest.raises(RequestError, match="401 tokens do not fit the context pool of 400"):
+    with pytest.raises(RequestError, match="395 tokens of prompt and 6 of answer do not fit"):
         scheduler().submit(request("a", prompt=395, max_tokens=6))
     with pytest.raises(RequestError, match="prompt"):
         scheduler().submit(request("a", prompt=0))
@@ -100,14 +110,37 @@ def test_a_cancelled_running_request_leaves_with_the_next_step():
     assert s.next_step() is None
 
 
-def test_a_plan_is_carried_in_portions_and_a_newer_one_replaces_the_rest():
+def swaps(*pairs) -> list[Swap]:
+    return [Swap(out, in_) for out, in_ in pairs]
+
+
+def test_a_plan_is_carried_in_portions():
     s = scheduler()
-    s.offer_swaps(SWAPS)
-    first = s.next_step()
-    assert (first.swaps, first.plan_version) == (SWAPS[:2], 1)
-    s.offer_swaps(SWAPS[1:2])
-    second = s.next_step()
-    assert (second.swaps, second.plan_version) == (SWAPS[1:2], 2)
+    s.take_plan(swaps(*SWAPS))
+    assert [(step.swaps, step.plan_version) for step in (s.next_step(), s.next_step())] == [
+        (swaps(*SWAPS[:2]), 1),
+        (swaps(*SWAPS[2:]), 2),
+    ]
+    assert s.next_step() is None
+
+
+def test_plans_are_carried_in_order_and_never_mixed():
+    s = scheduler(swaps=8)
+    s.take_plan(swaps(((0, 0), (0, 7))))
+    s.take_plan(swaps(((0, 7), (0, 0))))  # takes out what the first brings in
+    assert [s.next_step().swaps, s.next_step().swaps] == [swaps(((0, 0), (0, 7))), swaps(((0, 7), (0, 0)))]
+
+
+def test_a_plan_with_another_behind_it_goes_whole():
+    s = scheduler()
+    s.take_plan(swaps(*SWAPS))
+    s.take_plan(swaps(((0, 7), (0, 0))))
+    assert [len(s.next_step().swaps), len(s.next_step().swaps)] == [3, 1]
+
+
+def test_an_empty_plan_is_no_step():
+    s = scheduler()
+    s.take_plan([])
     assert s.next_step() is None
 
 

@@ -7,12 +7,14 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
+
+import numpy.typing as npt
 
 from tided.control.messages import Prefill, Step, Stop, Swap
 from tided.engine.core import IDLE_WAIT_S, Engine, OnFault
 from tided.engine.executor import Demand, Executor, Outcome
-from tided.engine.ports import LeaderLink, Pilot
+from tided.engine.ports import LeaderLink, PairSwap, Pilot
 from tided.engine.scheduler import Running, Scheduler
 from tided.engine.stats import Picks, RequestStats, Residency, log_line
 from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
@@ -20,6 +22,7 @@ from tided.errors import PairError, RequestError, TideError
 
 log = logging.getLogger("tided.engine")
 
+Array = npt.NDArray[Any]
 Sink = Callable[[Sequence[Event]], None]
 Reason = Literal["stop", "length", "cancelled"]
 
@@ -146,7 +149,7 @@ class LeaderEngine(Engine):
         if isinstance(step.work, Prefill):
             self._stats(step.work.lane).chunk(step.work.count, seconds)
         if outcome.prompt_demand and isinstance(step.work, Prefill):
-            self._prompt_done(self._stats(step.work.lane), outcome.prompt_demand)
+            self._prompt_done(step.work.lane, outcome.prompt_demand)
         for lane, token in outcome.tokens:
             self._token(lane, token)
 
@@ -164,14 +167,15 @@ class LeaderEngine(Engine):
             self.scheduler.finish(lane)
             self._finish(request.request_id, "stop" if stopped else "length", lane)
 
-    def _prompt_done(self, stats: RequestStats, demand: Demand) -> None:
+    def _prompt_done(self, lane: int, demand: Demand) -> None:
+        stats = self._stats(lane)
         stats.prefill = picks(demand)
         if self._pilot:
-            self._plan(self._pilot.prompt_done(*demand, stats.prefilled_tokens))
+            counts, mass, totals = on_host(demand)
+            self._plan(self._pilot.prompt_done(counts, mass, totals, stats.prefilled_tokens, lane=lane))
 
-    def _plan(self, swaps: Sequence[Swap]) -> None:
-        if swaps:
-            self.scheduler.offer_swaps(swaps)
+    def _plan(self, swaps: Sequence[PairSwap]) -> None:
+        self.scheduler.take_plan([Swap(out, in_) for out, in_ in swaps])
 
     def _finish(self, request_id: str, reason: Reason, lane: int | None) -> None:
         """The request's last event, with its own counters whatever ended it. The lane's state goes with the next step,
@@ -182,7 +186,8 @@ class LeaderEngine(Engine):
             answering = stats.first_token_s is not None
             stats.decode, stats.prefill = (picks(demand), stats.prefill) if answering else (Picks(), picks(demand))
             if self._pilot:
-                self._pilot.request_done(*demand, stats.decode_steps)
+                counts, mass, totals = on_host(demand)
+                self._pilot.request_done(counts, mass, totals, stats.decode_steps, lane=lane)
         report = stats.report(self.residency, time.monotonic())
         log.info("%s", log_line(request_id, reason, report))
         prompt, completion = len(stats.request.prompt_ids), stats.completion_tokens
@@ -206,6 +211,11 @@ class LeaderEngine(Engine):
 
 def picks(demand: Demand) -> Picks:
     return Picks(*demand[2].tolist())
+
+
+def on_host(demand: Demand) -> tuple[Array, Array, Array]:
+    counts, mass, totals = (part.cpu().numpy() for part in demand)
+    return counts, mass, totals
 
 
 def _residency(executor: Executor) -> Residency:

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor
+from numpy.typing import ArrayLike
 
-from tided.control.messages import Step, Stop, Swap
+from tided.control.messages import Step, Stop
 
-Pair = tuple[int, int]
+Pair = tuple[int, int]  # (layer, expert)
+PairSwap = tuple[Pair, Pair]  # (leaves the resident set, takes its place)
 
 
 class Residents(Protocol):
@@ -16,7 +17,7 @@ class Residents(Protocol):
     @property
     def pairs(self) -> Sequence[Pair]: ...
 
-    def apply(self, swaps: Sequence[tuple[Pair, Pair]]) -> None:
+    def apply(self, swaps: Sequence[PairSwap]) -> None:
         """Reads each (out, in) pair's newcomer and publishes all of them at once. Raises when one cannot be read."""
         ...
 
@@ -30,13 +31,18 @@ class Residents(Protocol):
 
 
 class Pilot(Protocol):
-    """Rank 0's owner of history and plans (`tided.tide.pilot`). Demand: counts, mass [layers, experts]."""
+    """Rank 0's owner of history and plans (`tided.tide.pilot`). counts, mass [layers, experts] and totals [4] are what
+    `DemandTap.take` gives, on CPU. A plan that was returned is applied: whole, and after those returned before it."""
 
-    def prompt_done(self, counts: Tensor, mass: Tensor, totals: Tensor, tokens: int) -> Sequence[Swap]: ...
+    def prompt_done(
+        self, counts: ArrayLike, mass: ArrayLike, totals: ArrayLike, tokens: int, *, lane: int
+    ) -> Sequence[PairSwap]: ...
 
-    def request_done(self, counts: Tensor, mass: Tensor, totals: Tensor, tokens: int) -> None: ...
+    def request_done(
+        self, counts: ArrayLike, mass: ArrayLike, totals: ArrayLike, tokens: int, *, lane: int
+    ) -> None: ...
 
-    def idle_plan(self) -> Sequence[Swap]: ...
+    def idle_plan(self) -> Sequence[PairSwap]: ...
 
 
 class LeaderLink(Protocol):

@@ -29,20 +29,16 @@ class Running:
 
 @dataclass(frozen=True)
 class Limits:
-    """Lanes, waiting requests, tokens of context all lanes share, tokens of a prefill chunk, swaps of a step, steps
-    between comparisons of the ranks."""
+    """Lanes, waiting requests, tokens of context that all lanes share and of a page of it, tokens of a prefill chunk,
+    swaps of a step, steps between comparisons of the ranks."""
 
     lanes: int
     queue: int
     pool_tokens: int
+    page_tokens: int
     chunk_tokens: int
     swaps: int
     guard_every_steps: int
-
-
-def price_tokens(request: Request) -> int:
-    """Tokens of context the request may come to hold."""
-    return len(request.prompt_ids) + request.max_tokens
 
 
 class Scheduler:
@@ -54,20 +50,28 @@ class Scheduler:
         self.plan_version = 0
         self._free = deque(range(limits.lanes))
         self._release: list[int] = []
-        self._swaps: deque[Swap] = deque()
+        self._plans: deque[deque[Swap]] = deque()
         self._prefilled_last = False
 
     @property
     def held_tokens(self) -> int:
-        return sum(price_tokens(running.request) for running in self.running.values())
+        return sum(self.price_tokens(running.request) for running in self.running.values())
+
+    def price_tokens(self, request: Request) -> int:
+        """Tokens of the pool that the request may come to hold: whole pages."""
+        return self._whole_pages(len(request.prompt_ids) + request.max_tokens)
+
+    def _whole_pages(self, tokens: int) -> int:
+        return -(-tokens // self.limits.page_tokens) * self.limits.page_tokens
 
     def submit(self, request: Request) -> None:
         """Appends to the queue. Raises QueueFullError, or RequestError for a request no pool state could ever hold."""
         if not request.prompt_ids or request.max_tokens < 1:
             raise RequestError("a request needs a prompt and room for one token")
-        if price_tokens(request) > self.limits.pool_tokens:
+        if self.price_tokens(request) > self._whole_pages(self.limits.pool_tokens):
             raise RequestError(
-                f"{price_tokens(request)} tokens do not fit the context pool of {self.limits.pool_tokens} tokens",
+                f"{len(request.prompt_ids)} tokens of prompt and {request.max_tokens} of answer do not fit the context "
+                f"pool of {self.limits.pool_tokens} tokens",
                 code="context_length_exceeded",
             )
         if len(self.waiting) + len(self.running) >= self.limits.lanes + self.limits.queue:
@@ -92,14 +96,16 @@ class Scheduler:
         self._free.append(lane)
         return running
 
-    def offer_swaps(self, swaps: Sequence[Swap]) -> None:
-        """A plan takes the place of what is left of the one before it; steps carry it in portions."""
-        self._swaps = deque(swaps)
+    def take_plan(self, swaps: Sequence[Swap]) -> None:
+        """The plan's swaps go with the next steps, after those of the plans before it."""
+        if swaps:
+            self._plans.append(deque(swaps))
 
     def can_admit(self) -> bool:
         if not self.waiting or not self._free:
             return False
-        return self.held_tokens + price_tokens(self.waiting[0]) <= self.limits.pool_tokens
+        wanted = self.held_tokens + self.price_tokens(self.waiting[0])
+        return wanted <= self._whole_pages(self.limits.pool_tokens)
 
     def admit(self) -> Admission:
         request, lane = self.waiting.popleft(), self._free.popleft()
@@ -112,7 +118,7 @@ class Scheduler:
         admit = []
         while self.can_admit():
             admit.append(self.admit())
-        swaps = [self._swaps.popleft() for _ in range(min(self.limits.swaps, len(self._swaps)))]
+        swaps = self._next_swaps()
         work = self._next_work()
         if not (release or admit or swaps or work):
             return None
@@ -120,6 +126,17 @@ class Scheduler:
         self.plan_version += bool(swaps)
         due = self.seq % self.limits.guard_every_steps == 0
         return Step(self.seq, self.plan_version, release, admit, swaps, work, due)
+
+    def _next_swaps(self) -> list[Swap]:
+        """A portion of the oldest plan, so that no step waits for hundreds of reads. Portions never mix plans: what one
+        brings in, the next may take out. A plan with another one behind it goes whole, so two wait at most."""
+        if not self._plans:
+            return []
+        plan, more = self._plans[0], len(self._plans) > 1
+        portion = [plan.popleft() for _ in range(len(plan) if more else min(len(plan), self.limits.swaps))]
+        if not plan:
+            self._plans.popleft()
+        return portion
 
     def _next_work(self) -> Prefill | Decode | None:
         newcomer = next((running for running in self.running.values() if running.in_prefill), None)
