@@ -17,8 +17,10 @@ class StopStrings:
 
     def feed(self, text: str) -> str:
         """The text that is certainly no part of a stop string. After a match: nothing more."""
-        if self.matched is not None or not self._stops:
-            return "" if self._stops else text
+        if not self._stops:
+            return text
+        if self.matched is not None:
+            return ""
         text, self._held = self._held + text, ""
         if found := self._first_match(text):
             start, self.matched = found

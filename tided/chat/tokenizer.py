@@ -1,0 +1,86 @@
+"""Text to token ids and back, from a checkpoint's `tokenizer.json`.
+
+Only a prompt's encoder makes special tokens. Text is tokenised by a copy of the tokenizer without its added vocabulary,
+so no text, whatever it spells, becomes a special token.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from tided.chat.detokenizer import StreamDecoder, token_bytes
+from tided.chat.messages import Segment
+from tided.errors import DataError
+
+
+class Tokenizer:
+    """`special_ids`: id by spelling of every added token. Safe to use from several threads."""
+
+    def __init__(
+        self, plain: tokenizers.Tokenizer, special_ids: Mapping[str, int], bytes_by_id: Sequence[bytes | None]
+    ) -> None:
+        self._plain = plain
+        self.special_ids = special_ids
+        self._bytes = bytes_by_id
+        self.vocabulary_tokens = len(bytes_by_id)
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        path = directory / "tokenizer.json"
+        try:
+            definition = json.loads(path.read_text(encoding="utf-8"))
+            special_ids = {token["content"]: token["id"] for token in definition.get("added_tokens", ())}
+            vocabulary = definition["model"]["vocab"]
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError("is no tokenizer file of the tokenizers library", where=str(path)) from error
+        tokenizer = cls(
+            _without_added_tokens(definition, path), special_ids, token_bytes(vocabulary, special_ids, str(path))
+        )
+        tokenizer._check(path)
+        return tokenizer
+
+    def special_id(self, spelling: str) -> int:
+        try:
+            return self.special_ids[spelling]
+        except KeyError:
+            raise DataError(f"the tokenizer has no token {spelling}") from None
+
+    def require(self, spellings: Iterable[str]) -> None:
+        if missing := [spelling for spelling in spellings if spelling not in self.special_ids]:
+            raise DataError(f"the tokenizer lacks the tokens {', '.join(missing)}")
+
+    def encode(self, segments: Sequence[Segment]) -> list[int]:
+        """Ids of a prompt. Texts are tokenised one by one, so a prompt's ids begin with those of its beginning."""
+        texts = [segment.text for segment in segments if not segment.special]
+        encoded = iter(self._plain.encode_batch_fast(texts, add_special_tokens=False))
+        ids: list[int] = []
+        for segment in segments:
+            ids += [self.special_id(segment.text)] if segment.special else next(encoded).ids
+        return ids
+
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode([Segment(text)])
+
+    def decoder(self, marks: Mapping[int, str] | None = None) -> StreamDecoder:
+        """A decoder of one answer. `marks`: what a special token stands for; the others have no text."""
+        return StreamDecoder(self._bytes, marks or {})
+
+    def _check(self, path: Path) -> None:
+        """The promise of this module, tried on every spelling there is."""
+        forbidden = set(self.special_ids.values())
+        for spelling in self.special_ids:
+            if forbidden & set(self.encode_text(f"a {spelling}\n{spelling}")):
+                raise DataError(f"text that spells {spelling} would become that token", where=str(path))
+
+
+def _without_added_tokens(definition: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
+    plain = {**definition, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(plain))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"is refused by the tokenizers library: {error}", where=str(path)) from error
