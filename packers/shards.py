@@ -194,14 +194,14 @@ def _first(names: list[str]) -> str:
 def _samples(shard: Shard) -> Iterable[bytes]:
     """See `Checkpoint.identity`."""
     length = shard.size_bytes - shard.data_offset
-    with shard.path.open("rb") as file:
-        file.seek(shard.data_offset)
-        if length <= SAMPLES * SAMPLE_BYTES:
-            yield file.read(length)
-            return
-        for i in range(SAMPLES):
-            file.seek(shard.data_offset + i * (length - SAMPLE_BYTES) // (SAMPLES - 1))
-            yield file.read(SAMPLE_BYTES)
+    count, size = (SAMPLES, SAMPLE_BYTES) if length > SAMPLES * SAMPLE_BYTES else (1, length)
+    try:
+        with shard.path.open("rb") as file:
+            for i in range(count):
+                file.seek(shard.data_offset + i * (length - size) // max(count - 1, 1))
+                yield file.read(size)
+    except OSError as e:
+        raise DataError(f"cannot be read: {e.strerror}", where=str(shard.path)) from e
 
 
 def _torch_dtype(name: str) -> "torch.dtype":
