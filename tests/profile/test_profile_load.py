@@ -1,0 +1,257 @@
+"""From a valid profile to settings, and what a start refuses although the profile is valid."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tided.errors import ConfigError, DataError
+from tided.profile import check, load, refuse_missing, refuse_unread
+from tided.profile.schema import KEYS, SECTIONS, value_of
+
+ROOT = Path(__file__).parents[2]
+BUNDLED = sorted((ROOT / "profiles").glob("*.toml"))
+MINI = ROOT / "profiles" / "mini-deepseek.toml"
+LARGE = ROOT / "profiles" / "ds41-mxfp4.toml"
+
+VALID = """\
+[model]
+path = "models/a"
+served_name = "mini"
+[experts]
+resident = 8
+[cache]
+context_tokens = 64
+pool_tokens = 128
+"""
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "deep" / "profile.toml"
+    path.parent.mkdir()
+    path.write_text(VALID)
+    return path
+
+
+def checkpoint(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "model-00001-of-00001.safetensors").write_bytes(b"")
+    return directory
+
+
+def test_what_is_not_written_has_its_default(profile: Path) -> None:
+    found = load(profile)
+    assert (found.model.served_name, found.experts.resident, found.cache.pool_tokens) == ("mini", 8, 128)
+    written = {"path", "served_name", "resident", "context_tokens", "pool_tokens"}
+    assert all(value_of(found, key) == key.default for key in KEYS if key.name not in written)
+
+
+def test_paths_are_relative_to_the_profile(profile: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("k\n")
+    profile.write_text(f'{VALID}[tide]\nseed = "seed.json"\n[server]\napi_keys_file = "../keys"\n')
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.chdir(tmp_path)
+    for name in (profile, profile.relative_to(tmp_path), str(profile)):
+        found = load(name)
+        assert found.model.path == str(tmp_path / "deep" / "models" / "a")
+        assert found.tide.seed == str(tmp_path / "deep" / "seed.json")
+        assert found.server.api_keys_file == str(tmp_path / "keys")
+        assert found.parallel.key_file == ""
+    profile.write_text(VALID.replace("models/a", "~/a"))
+    assert load(profile).model.path == "/home/someone/a"
+    profile.write_text(VALID.replace("models/a", "/srv/a"))
+    assert load(profile).model.path == "/srv/a"
+
+
+def test_a_link_to_a_checkpoint_keeps_its_name(profile: Path) -> None:
+    (profile.parent / "models").mkdir()
+    (profile.parent / "models" / "a").symlink_to("/nowhere")
+    assert load(profile).model.path == str(profile.parent / "models" / "a")
+
+
+def test_arrays_become_tuples(profile: Path) -> None:
+    profile.write_text(f"{VALID}[parallel]\nranks = 2\nhosts = ['10.0.0.1', '10.0.0.2']\n")
+    assert load(profile).parallel.hosts == ("10.0.0.1", "10.0.0.2")
+
+
+def test_a_setting_that_nothing_reads_is_refused_at_a_start_only(profile: Path) -> None:
+    profile.write_text(f'{VALID}[engine]\n# why\ndraft = "confidence"\n[tide]\nhot_ring_slots = 0\n')
+    found = load(profile)
+    notes = [problem for problem in check(profile) if "does not act" in problem.message]
+    assert [(note.severity, note.line) for note in notes] == [("note", 11)]
+    with pytest.raises(ConfigError) as refused:
+        refuse_unread(found, profile)
+    assert f"{profile}:11:1: error: this build does not act on 'engine.draft'" in str(refused.value)
+    assert 'set it to its default: "off"' in str(refused.value)
+    assert "hot_ring_slots" not in str(refused.value)  # written, but with its default
+    profile.write_text(VALID)
+    refuse_unread(load(profile), profile)
+
+
+def test_a_missing_checkpoint_or_seed_is_refused_with_its_path(profile: Path) -> None:
+    profile.write_text(f'{VALID}[tide]\nseed = "seed.json"\n')
+    with pytest.raises(DataError) as refused:
+        refuse_missing(load(profile), profile)
+    assert refused.value.exit_code == 65
+    assert f"{profile}:2:1: error: there is no checkpoint at {profile.parent / 'models' / 'a'}" in str(refused.value)
+    assert f"{profile}:10:1: error: there is no demand seed at {profile.parent / 'seed.json'}" in str(refused.value)
+    assert [problem.severity for problem in check(profile)] == ["note", "note"]
+    checkpoint(profile.parent / "models" / "a")
+    (profile.parent / "seed.json").write_text("{}")
+    refuse_missing(load(profile), profile)
+    assert check(profile) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("config.json", "no config.json"), ("*.safetensors", "no *.safetensors")]
+)
+def test_a_directory_that_is_no_checkpoint(profile: Path, name: str, message: str) -> None:
+    directory = checkpoint(profile.parent / "models" / "a")
+    next(directory.glob(name)).unlink()
+    with pytest.raises(DataError, match=message.replace("*", r"\*")):
+        refuse_missing(load(profile), profile)
+
+
+def test_a_file_is_no_checkpoint(profile: Path) -> None:
+    (profile.parent / "models").mkdir()
+    (profile.parent / "models" / "a").write_text("x")
+    with pytest.raises(DataError, match="Not a directory"):
+        refuse_missing(load(profile), profile)
+
+
+@pytest.mark.parametrize("path", BUNDLED, ids=lambda path: path.stem)
+def test_bundled_profiles_have_no_error(path: Path) -> None:
+    assert [problem for problem in check(path) if problem.severity == "error"] == []
+
+
+def test_the_mini_profile_asks_for_nothing_unbuilt() -> None:
+    refuse_unread(load(MINI), MINI)
+    found = load(MINI)
+    assert (found.parallel.ranks, found.cache.context_tokens, found.cache.pool_tokens) == (2, 4096, 8192)
+    assert found.model.path == str(ROOT / "minis" / "deepseek")
+
+
+def test_the_large_profile_is_the_one_it_promises() -> None:
+    found = load(LARGE)
+    assert (found.experts.resident, found.tide.hot_ring_slots, found.engine.lanes) == (10_000, 64, 2)
+    assert (found.cache.context_tokens, found.cache.pool_tokens) == (1 << 20, 3 << 19)
+    assert found.cache.prefix_ram_bytes
+    assert found.cache.prefix_disk_bytes
+    assert (found.engine.device, found.engine.draft, found.parallel.ranks) == ("cuda", "confidence", 2)
+    assert found.parallel.interface
+    assert len(found.parallel.hosts) == 2
+
+
+def test_the_large_profile_is_complete() -> None:
+    text = LARGE.read_text()
+    written = {(section, name) for section in SECTIONS for name in keys_written(text, section)}
+    assert written == {(key.section, key.name) for key in KEYS}
+
+
+def keys_written(text: str, section: str) -> set[str]:
+    lines = text.split(f"\n[{section}]\n")[1].split("\n[")[0].splitlines()
+    return {line.split(" = ")[0] for line in lines if " = " in line and not line.startswith("#")}
+
+
+@pytest.mark.parametrize("path", BUNDLED, ids=lambda path: path.stem)
+def test_every_key_of_a_bundled_profile_is_commented(path: Path) -> None:
+    """Each key has a comment above it; a key directly below another may share that one's."""
+    bare, commented = [], False
+    for line in path.read_text().splitlines():
+        if line.startswith("#"):
+            commented = True
+        elif " = " in line and not commented:
+            bare.append(line)
+        elif not line or line.startswith("["):
+            commented = False
+    assert bare == []
+
+
+def test_an_uncommented_key_would_be_seen(tmp_path: Path) -> None:
+    path = tmp_path / "bare.toml"
+    path.write_text("# The profile.\n\n[model]\npath = 'a'\n")
+    with pytest.raises(AssertionError):
+        test_every_key_of_a_bundled_profile_is_commented(path)
+
+
+TOKENS = st.sampled_from(
+    [
+        "[",
+        "]",
+        "=",
+        '"',
+        "'",
+        '"""',
+        "\n",
+        "#",
+        ",",
+        ".",
+        "{",
+        "}",
+        "-1",
+        "1e9",
+        "nan",
+        "true",
+        "\\",
+        "\r",
+        "\u00e4",
+        " ",
+    ]
+)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> str:
+    """A bundled profile after a few cuts, insertions, repetitions and exchanges."""
+    text = draw(st.sampled_from([path.read_text() for path in BUNDLED]))
+    for _ in range(draw(st.integers(1, 5))):
+        lines = text.split("\n")
+        at, other = draw(st.integers(0, len(lines) - 1)), draw(st.integers(0, len(lines) - 1))
+        column = draw(st.integers(0, len(lines[at])))
+        match draw(st.sampled_from(["insert", "cut", "repeat", "swap", "value", "delete"])):
+            case "insert":
+                lines[at] = lines[at][:column] + draw(TOKENS | st.text(max_size=3)) + lines[at][column:]
+            case "cut":
+                lines[at] = lines[at][:column]
+            case "repeat":
+                lines.insert(other, lines[at])
+            case "swap":
+                lines[at], lines[other] = lines[other], lines[at]
+            case "value":
+                lines[at] = lines[at].split(" = ")[0] + " = " + draw(TOKENS)
+            case "delete":
+                del lines[at:other]
+        text = "\n".join(lines)
+    return text
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(mutated())
+def test_no_text_crashes_the_loader_and_every_fault_has_a_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mutated.toml"
+    path.write_bytes(text.encode("utf-8", errors="surrogatepass"))
+    problems = check(path)
+    lines = text.split("\n")
+    for problem in problems:
+        assert 1 <= problem.line <= len(lines)
+        assert problem.source == lines[problem.line - 1].removesuffix("\r") or "�" in problem.source
+        assert 1 <= problem.column <= len(lines[problem.line - 1]) + 1
+        assert problem.render().startswith(f"{path}:{problem.line}:{problem.column}: {problem.severity}: ")
+    if any(problem.severity == "error" for problem in problems):
+        with pytest.raises(ConfigError):
+            load(path)
+    else:
+        found = load(path)
+        assert msgspec.convert(msgspec.to_builtins(found), type(found)) == found
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_no_bytes_crash_the_loader(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "bytes.toml"
+    path.write_bytes(data)
+    assert all(problem.line >= 1 for problem in check(path))

@@ -1,0 +1,139 @@
+"""The daemon over HTTP, by the standard library: a command answers before a larger client would be imported."""
+
+import http.client
+import json
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from tided.errors import NotRunningError, PairError, PermissionError_, TideError, UnavailableError, UsageError
+
+CONNECT_S = 5.0
+SILENCE_S = 60.0  # an open stream carries a keep-alive comment every few seconds, however long the prompt takes
+ANSWER_S = 3600.0  # an answer that is not streamed is silent until it is whole
+MAX_LINE_BYTES = 16 << 20
+MAX_BODY_BYTES = 256 << 20
+
+
+class RequestFailed(TideError):
+    """The server refused one request; another may succeed."""
+
+
+def base_url(url: str) -> str:
+    """`host:port`, a URL, or one that ends in /v1 -> `http://host:port`."""
+    text = url if "://" in url else f"http://{url}"
+    parts = urlsplit(text)
+    try:
+        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+    except ValueError:
+        valid = False
+    if not valid:
+        raise UsageError(f"'{url}' is no address of a server", hint="for example --url http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def local_url(host: str, port: int) -> str:
+    """The URL by which this machine reaches a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def health(url: str, timeout_s: float = CONNECT_S) -> dict[str, Any]:
+    """`/health`, whatever its status code: a daemon that is loading or at fault says so there."""
+    with _response(url, "GET", "/health", None, {}, timeout_s) as response:
+        body = _json(response.read(MAX_LINE_BYTES))
+    return body if isinstance(body, dict) else {}
+
+
+def answer(url: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat completion as one object."""
+    with _response(url, "POST", "/v1/chat/completions", body, _headers(key), ANSWER_S) as response:
+        data = response.read(MAX_BODY_BYTES)
+        _raise_for(response.status, data)
+    result = _json(data)
+    if not isinstance(result, dict) or not isinstance(result.get("choices"), list):
+        raise TideError("the server's answer is not a chat completion", where=url)
+    return result
+
+
+def stream(url: str, key: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
+    """The chunks of a streamed chat completion. Closing the iterator cancels the request."""
+    with _response(url, "POST", "/v1/chat/completions", body, _headers(key), SILENCE_S) as response:
+        if response.status != 200:
+            _raise_for(response.status, response.read(MAX_LINE_BYTES))
+        for data in _events(response, url):
+            chunk = _json(data)
+            if not isinstance(chunk, dict):
+                raise TideError("the server sent an event that is no JSON object", where=url)
+            if error := chunk.get("error"):
+                raise PairError(_message(error), hint="see `tidectl status` and `tidectl logs`")
+            yield chunk
+
+
+def _events(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
+    """The data of each server-sent event up to [DONE]. A stream that ends before it was cut."""
+    while line := response.readline(MAX_LINE_BYTES):
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            yield data
+    raise PairError("the answer ended before it was complete", where=url, hint="see `tidectl status`, `tidectl logs`")
+
+
+@contextmanager
+def _response(
+    url: str, method: str, path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str], timeout_s: float
+) -> Iterator[http.client.HTTPResponse]:
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=CONNECT_S)
+    try:
+        _connect(connection, url)
+        connection.sock.settimeout(timeout_s)
+        payload = None if body is None else json.dumps(body).encode()
+        connection.request(method, parts.path + path, payload, {"Content-Type": "application/json", **headers})
+        yield connection.getresponse()
+    except TimeoutError as error:
+        raise UnavailableError(f"the server has sent nothing for {timeout_s:g} s", where=url) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise UnavailableError(f"the connection broke ({error or type(error).__name__})", where=url) from error
+    finally:
+        connection.close()
+
+
+def _connect(connection: http.client.HTTPConnection, url: str) -> None:
+    try:
+        connection.connect()
+    except OSError as error:
+        hint = "start a profile with `tidectl start PROFILE`, or name the server with --url"
+        raise NotRunningError(f"no server answers ({error.strerror or error})", where=url, hint=hint) from error
+
+
+def _headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _raise_for(status: int, data: bytes) -> None:
+    if status == 200:
+        return
+    body = _json(data)
+    text = f"{_message(body.get('error') if isinstance(body, dict) else None)} (status {status})"
+    if status in (401, 403):
+        raise PermissionError_(text, hint="set TIDE_API_KEY to one of the server's keys")
+    if status in (429, 503):
+        raise UnavailableError(text, hint="try again in a moment")
+    raise RequestFailed(text)
+
+
+def _message(error: object) -> str:
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message) if message else "the server gave no reason"
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None

@@ -1,0 +1,67 @@
+"""What a person and what a program sees: data on stdout, words on stderr, colour and progress on a terminal only."""
+
+import json
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+from tided.errors import TideError
+
+LINE_EVERY_S = 10.0
+
+
+def say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def emit(schema: str, data: dict[str, Any]) -> None:
+    """One JSON object on stdout. `schema` names its form; a form only ever gains keys under the same number."""
+    print(json.dumps({"schema": f"tidectl.{schema}", **data}, ensure_ascii=False), flush=True)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def styled(text: str, code: str, stream: TextIO) -> str:
+    """`text` in the terminal style `code`, where the stream is a terminal and NO_COLOR is not set."""
+    if not is_terminal(stream) or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{code}m{text}\x1b[0m"
+
+
+def dim(text: str) -> str:
+    return styled(text, "2", sys.stderr)
+
+
+def visible(text: str) -> str:
+    """`text` without what would steer a terminal: a model's answer is data, whatever it contains."""
+    return "".join(char for char in text if char in "\n\t" or char.isprintable())
+
+
+class Progress:
+    """One line that says what is waited for: rewritten on a terminal, else printed when it is new and each 10 s."""
+
+    def __init__(self) -> None:
+        self.terminal = is_terminal(sys.stderr)
+        self.started = self.printed = time.monotonic()
+        self.last = ""
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if self.terminal:
+            print(f"\r\x1b[K{text} ({now - self.started:.0f} s)", end="", file=sys.stderr, flush=True)
+        elif text != self.last or now - self.printed >= LINE_EVERY_S:
+            say(f"{text} ({now - self.started:.0f} s)")
+            self.printed = now
+        self.last = text
+
+    def close(self) -> None:
+        if self.terminal and self.last:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def report(error: TideError) -> None:
+    """An error of ours: what, where, and the next step, once."""
+    say(f"{styled('error', '1;31', sys.stderr)}: {error}")

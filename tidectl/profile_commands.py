@@ -1,0 +1,83 @@
+"""`tidectl profile check | list | show`."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tidectl import profiles
+from tidectl.output import emit, say, styled
+from tided import profile
+from tided.profile.schema import SECTIONS, Key, value_of
+from tided.settings import Settings
+
+AFFECTS = {
+    "numbers": "what is computed: equal on every rank",
+    "node": "this node alone: may differ between ranks",
+    "policy": "decided by rank 0 alone",
+}
+
+
+def check(path: Path, as_json: bool) -> int:
+    """The exit code: 78 when the profile has an error."""
+    problems = profile.check(path)
+    errors = sum(problem.severity == "error" for problem in problems)
+    if as_json:
+        findings = [msgspec.to_builtins(problem) for problem in problems]
+        emit("profile-check/1", {"file": str(path), "ok": not errors, "problems": findings})
+    elif problems:
+        say(profile.render(problems))
+    if not errors and not as_json:
+        say(f"{path}: a valid profile")
+    return 78 if errors else 0
+
+
+def list_bundled(as_json: bool) -> None:
+    rows = [
+        {"name": name, "path": str(path), "title": profiles.title(path)} for name, path in profiles.bundled().items()
+    ]
+    if as_json:
+        emit("profile-list/1", {"profiles": rows})
+        return
+    for row in rows:
+        print(f"{styled(row['name'], '1', sys.stdout)}\n    {row['title']}\n    {row['path']}")
+
+
+def show(path: Path, as_json: bool) -> None:
+    settings = profile.load(path)
+    if as_json:
+        keys = [_row(settings, key) for keys in SECTIONS.values() for key in keys.values()]
+        emit("profile-show/1", {"file": str(path), "settings": msgspec.to_builtins(settings), "keys": keys})
+        return
+    for section, keys in SECTIONS.items():
+        print(styled(f"[{section}]", "1", sys.stdout))
+        for key in keys.values():
+            _print_key(settings, key)
+        print()
+
+
+def _row(settings: Settings, key: Key) -> dict[str, Any]:
+    return {
+        "key": key.dotted,
+        "value": msgspec.to_builtins(value_of(settings, key)),
+        "default": None if key.required else msgspec.to_builtins(key.default),
+        "required": key.required,
+        "affects": key.affects,
+        "built": key.built,
+        "text": key.text,
+    }
+
+
+def _print_key(settings: Settings, key: Key) -> None:
+    value = value_of(settings, key)
+    origin = "" if key.required or value != key.default else " (default)"
+    print(f"{key.name} = {_toml(value)}{origin}")
+    print(f"    {key.text}")
+    print(styled(f"    affects {AFFECTS[key.affects]}", "2", sys.stdout))
+    if not key.built:
+        print("    this build does not act on it")
+
+
+def _toml(value: Any) -> str:
+    return msgspec.json.encode(value).decode()  # the values of a profile read the same in TOML and JSON
