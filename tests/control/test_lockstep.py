@@ -252,15 +252,3 @@ def send_many(leader, count, pause_s=0.0):
     for seq in range(1, count):
         leader.send(Step(seq, 0, admit=[Admission(0, request(60))]))
         time.sleep(pause_s)
-
-
-def test_encoding_a_decode_step_is_cheap():
-    step = Step(1, 1, work=Decode(list(range(64))))
-    best = min(_timed(step) for _ in range(50))
-    assert best < 1e-4
-
-
-def _timed(step):
-    start = time.perf_counter()
-    wire.encode(step)
-    return time.perf_counter() - start

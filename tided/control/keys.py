@@ -8,13 +8,14 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import zmq
 
+from tided.control.files import write_private
 from tided.errors import DataError, PermissionError_, UnavailableError
 
 MAX_FILE_BYTES = 4096
@@ -67,23 +68,6 @@ def _lock(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Replaces `path` by `data` as a whole, mode 0600: temporary name, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with suppress(FileNotFoundError):
-        temporary.unlink()
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _read(path: Path) -> Keys:

@@ -1,0 +1,69 @@
+"""What a rank writes about itself while it lives, for `tidectl` to show: `rank-N.json` in the state directory."""
+
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tided.control.files import write_private
+
+Phase = Literal["checking", "joining", "loading", "ready", "draining", "stopped", "failed"]
+MAX_FILE_BYTES = 64 << 10
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
+    """`started` and `since` in seconds of Unix time: of the process, of the phase. `port` is where HTTP is served, 0
+    for none. `exit_code` is known in the last phases. `message` holds progress, or the error in full."""
+
+    rank: int
+    pid: int
+    started: float
+    phase: Phase
+    since: float
+    message: str = ""
+    port: int = 0
+    exit_code: int | None = None
+
+
+class StateFile:
+    """The writer's side. One process writes one file."""
+
+    def __init__(self, state_dir: Path, rank: int) -> None:
+        now = time.time()
+        self.path = rank_file(state_dir, rank)
+        self._state = RankState(rank=rank, pid=os.getpid(), started=now, phase="checking", since=now)
+        self._write()
+
+    @property
+    def state(self) -> RankState:
+        return self._state
+
+    def enter(self, phase: Phase, message: str = "", *, port: int | None = None, exit_code: int | None = None) -> None:
+        state = self._state
+        self._state = msgspec.structs.replace(
+            state,
+            phase=phase,
+            since=state.since if state.phase == phase else time.time(),
+            message=message,
+            port=state.port if port is None else port,
+            exit_code=exit_code,
+        )
+        self._write()
+
+    def _write(self) -> None:
+        write_private(self.path, msgspec.json.encode(self._state) + b"\n")
+
+
+def rank_file(state_dir: Path, rank: int) -> Path:
+    return state_dir / f"rank-{rank}.json"
+
+
+def read_rank(state_dir: Path, rank: int) -> RankState | None:
+    """The rank's last word, or None when it has said nothing that can be read."""
+    try:
+        with rank_file(state_dir, rank).open("rb") as file:
+            return msgspec.json.decode(file.read(MAX_FILE_BYTES), type=RankState)
+    except (OSError, msgspec.MsgspecError):
+        return None
