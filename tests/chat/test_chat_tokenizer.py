@@ -64,9 +64,7 @@ def test_byte_alphabet_is_the_librarys():
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(), st.lists(st.integers(1, 5), min_size=1))
-def test_stream_equals_whole(directory, text, cuts):
-    tokenizer = Tokenizer.open(directory) if not hasattr(test_stream_equals_whole, "t") else test_stream_equals_whole.t
-    test_stream_equals_whole.t = tokenizer
+def test_stream_equals_whole(tokenizer, text, cuts):
     ids = tokenizer.encode_text(text)
     decoder, at, pieces = tokenizer.decoder(), 0, []
     while at < len(ids):
