@@ -9,28 +9,38 @@ from torch import Tensor
 class ModelShape(Protocol):
     """The sizes that other rooms need."""
 
-    family: str  # "deepseek_v41"
-    vocab_size: int
-    hidden_size: int
-    moe_layers: (
-        int  # layers with routed experts in the arena (drafter excluded); expert pairs count them 0..moe_layers-1
-    )
-    experts_per_layer: int
-    top_k: int
-    context_tokens: int  # most positions the checkpoint allows
-    bos_id: int
-    eos_id: int
+    @property
+    def family(self) -> str: ...  # "deepseek_v41"
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def moe_layers(self) -> int: ...  # with routed experts in the arena, drafter excluded; pairs count 0..moe_layers-1
+    @property
+    def experts_per_layer(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def context_tokens(self) -> int: ...  # most positions the checkpoint allows
+    @property
+    def bos_id(self) -> int: ...
+    @property
+    def eos_id(self) -> int: ...
 
 
 class LaneState(Protocol):
     """Everything one request's context is: cached rows, windows, remainders, n-gram tails. Owned by one lane."""
 
-    index: int  # lane number, row of the demand buffers
-    position: int  # tokens computed so far
+    @property
+    def index(self) -> int: ...  # lane number, row of the demand buffers
+    @property
+    def position(self) -> int: ...  # tokens computed so far
 
 
 class Model(Protocol):
-    shape: ModelShape
+    @property
+    def shape(self) -> ModelShape: ...
 
     def open_lane(self, index: int) -> LaneState:
         """A fresh, empty context. Raises UnavailableError when the pool has no page left."""

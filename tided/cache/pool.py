@@ -1,0 +1,91 @@
+"""The paged pool of compressed rows and index keys that all lanes share, in the model's own row formats.
+
+A page holds PAGE_TOKENS tokens of context in every KV source layer: PAGE_TOKENS / ratio rows of each. One page table
+a lane therefore serves all layers. Pages are taken as a context grows and come back when the lane is closed; nothing
+here depends on a rank, so the page tables of all ranks stay equal."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tided.cache.context import Context
+from tided.errors import UnavailableError
+
+PAGE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Source:
+    """A layer that writes one compressed row per `ratio` tokens."""
+
+    layer: int
+    ratio: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Row sizes in elements of `dtype`."""
+
+    sources: tuple[Source, ...]
+    head_dim: int
+    index_dim: int
+    dtype: torch.dtype
+
+
+class Pool:
+    """`rows[layer]` [pages * rows of a page, head_dim] and `keys[layer]` [.., index_dim] hold all lanes' pages."""
+
+    def __init__(self, layout: Layout, pool_tokens: int, device: torch.device) -> None:
+        self.pages = -(-pool_tokens // PAGE_TOKENS)
+        self.rows: dict[int, Tensor] = {}
+        self.keys: dict[int, Tensor] = {}
+        for source in layout.sources:
+            count = self.pages * (PAGE_TOKENS // source.ratio)
+            self.rows[source.layer] = torch.zeros(count, layout.head_dim, dtype=layout.dtype, device=device)
+            self.keys[source.layer] = torch.zeros(count, layout.index_dim, dtype=layout.dtype, device=device)
+        self._free = list(range(self.pages - 1, -1, -1))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for held in (self.rows, self.keys) for t in held.values())
+
+    @property
+    def free_tokens(self) -> int:
+        return len(self._free) * PAGE_TOKENS
+
+    def pages_missing(self, context: Context, tokens: int) -> int:
+        """Pages that the context must take to hold `tokens` more."""
+        return max(0, -(-(context.position + tokens) // PAGE_TOKENS) - len(context.pages))
+
+    def can_grow(self, contexts: list[Context], tokens: int) -> bool:
+        """Whether each of the contexts can hold `tokens` more, all at once."""
+        return sum(self.pages_missing(context, tokens) for context in contexts) <= len(self._free)
+
+    def grow(self, contexts: list[Context], tokens: int) -> None:
+        """Gives each context the pages for `tokens` more. Raises UnavailableError, changing nothing, when they lack."""
+        if not self.can_grow(contexts, tokens):
+            raise UnavailableError(
+                f"the cache has {self.free_tokens} tokens free, {tokens} more for {len(contexts)} lanes do not fit",
+                hint="raise pool_tokens in [cache], or wait until a request ends",
+            )
+        for context in contexts:
+            context.take([self._free.pop() for _ in range(self.pages_missing(context, tokens))])
+
+    def release(self, context: Context) -> None:
+        """The pages of a closed context may be taken again."""
+        self._free.extend(reversed(context.pages))
+        context.drop_pages()
+
+
+def physical_rows(context: Context, ratio: int, rows: Tensor) -> Tensor:
+    """Numbers of a context's compressed rows, in order of position -> where they lie in the pool; same shape, int64."""
+    size = PAGE_TOKENS // ratio
+    return context.page_table[rows // size] * size + rows % size
+
+
+def first_rows(context: Context, ratio: int, count: int, held: Tensor) -> Tensor:
+    """The first `count` rows of a context, out of `held` (`Pool.rows` or `.keys` of a layer): [count, n]."""
+    size = PAGE_TOKENS // ratio
+    pages = context.page_table[: -(-count // size)]
+    return held.view(-1, size, held.shape[1])[pages].view(-1, held.shape[1])[:count]

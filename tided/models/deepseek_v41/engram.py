@@ -1,0 +1,75 @@
+"""Engram layers: what the last few tokens are, looked up by hash and added to the streams through a gate."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels import engram
+from kernels.linear import fp8_linear
+from kernels.numerics import Numerics
+from packers.shards import Checkpoint
+from tided.cache.context import Context
+from tided.models.deepseek_v41.config import TextConfig
+from tided.models.deepseek_v41.engram_rows import Asked, Table
+from tided.models.deepseek_v41.hashing import Hashing, layer_hashing
+from tided.models.deepseek_v41.weights import Weights
+
+READERS = 4
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Engram:
+    """One layer's part."""
+
+    layer: int
+    hashing: Hashing
+    table: Table
+    wkv: Tensor  # [(streams + 1) * D, columns * dim]
+    weight: Tensor  # [streams, D], query weight times key weight
+    numerics: Numerics
+
+    def mix(self, streams: Tensor, asked: Asked, skipped: int) -> Tensor:
+        """streams [T, S, D] -> the same shape. `skipped`: rows of `asked` that the pass has dropped."""
+        n, (_, width, hidden) = self.numerics, streams.shape
+        looked_up = asked.take(streams.device)[skipped:]
+        projected = n.store(fp8_linear(looked_up, self.wkv, n.activation)).view(-1, width + 1, hidden)
+        return n.store(engram.mix(streams, projected[:, :width], projected[:, width], self.weight))
+
+
+class Engrams:
+    """All Engram layers: token ids in, rows asked for before the first layer runs."""
+
+    def __init__(self, layers: dict[int, Engram], vocabulary: Ints, ngram: int) -> None:
+        self.layers, self._vocabulary, self._ngram = layers, vocabulary, ngram
+
+    def ask(self, lanes: list[Context], token_ids: Ints) -> dict[int, Asked]:
+        """token_ids [lanes, count]: begins the reads of all layers and moves the lanes' tails on."""
+        compressed = self._vocabulary[token_ids]
+        histories = [_histories(lane, ids, self._ngram) for lane, ids in zip(lanes, compressed, strict=True)]
+        history = np.concatenate(histories)
+        return {layer: part.table.ask(part.hashing.rows_of(history)) for layer, part in self.layers.items()}
+
+
+def _histories(lane: Context, ids: Ints, ngram: int) -> Ints:
+    """ids [count] of one lane -> [count, ngram]: each id and those before it, the newest first."""
+    known = np.concatenate([lane.tail, ids])
+    lane.tail = known[len(known) - len(lane.tail) :]
+    return np.lib.stride_tricks.sliding_window_view(known, ngram)[:, ::-1]
+
+
+def load_engrams(
+    checkpoint: Checkpoint, weights: Weights, t: TextConfig, vocabulary: Ints, cache_bytes: int, numerics: Numerics
+) -> Engrams:
+    """`weights` at the root. The cache's bytes are shared evenly by the layers."""
+    readers = ThreadPoolExecutor(READERS, thread_name_prefix="engram")
+    layers = {}
+    for layer, hashing in layer_hashing(t).items():
+        part = weights.under(f"layers.{layer}.engram")
+        table = Table(checkpoint, f"{part.prefix}embed", cache_bytes // len(t.engram_layer_ids), readers)
+        weight = part.plain("q_weight") * part.plain("k_weight")
+        layers[layer] = Engram(layer, hashing, table, part.fp8("wkv"), weight, numerics)
+    return Engrams(layers, vocabulary, t.engram_max_ngram_size)

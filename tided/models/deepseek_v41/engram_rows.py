@@ -1,0 +1,116 @@
+"""Rows of an Engram table, read from the checkpoint on disk: the table (100 GB in the released model) never is in
+memory.
+
+Rows are known from token ids alone, so a pass asks for them before its first layer and takes them where it needs them;
+the reads run in a few threads beside the layers in between. Rows read lately stay in a cache of fixed size."""
+
+import os
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.formats import fp8_rows
+from packers.shards import Checkpoint, TensorInfo
+from tided.errors import DataError
+
+READ_TIMEOUT_S = 60.0
+_TASK_ROWS = 64  # rows of one task: a thread's start costs about as much as reading them
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class _Array:
+    """One tensor of fixed-size rows in an open file."""
+
+    info: TensorInfo
+    fd: int
+    row_bytes: int
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, name: str) -> "_Array":
+        info = checkpoint.tensors[name]
+        return cls(info, os.open(info.path, os.O_RDONLY | os.O_CLOEXEC), info.nbytes // info.shape[0])
+
+    def read(self, row: int, out: memoryview) -> None:
+        offset = self.info.offset + row * self.row_bytes
+        if os.preadv(self.fd, [out], offset) != self.row_bytes:
+            raise DataError(f"ends inside row {row} of {self.info.name}", where=str(self.info.path))
+
+
+class Table:
+    """One layer's table. Used by the engine's thread alone; only the reads themselves run elsewhere."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, cache_bytes: int, readers: ThreadPoolExecutor) -> None:
+        """`prefix`: "layers.L.engram.embed". Raises DataError when a file cannot be opened."""
+        try:
+            self.weight = _Array.open(checkpoint, f"{prefix}.weight")
+            self.scale = _Array.open(checkpoint, f"{prefix}.scale")
+        except OSError as e:
+            raise DataError(f"cannot be opened: {e.strerror}", where=str(e.filename)) from e
+        self.row_bytes = self.weight.row_bytes + self.scale.row_bytes
+        self.cached_rows = cache_bytes // self.row_bytes
+        self._cache: Bytes = np.empty((self.cached_rows, self.row_bytes), dtype=np.uint8)
+        self._place_of: OrderedDict[int, int] = OrderedDict()  # row -> place in the cache, least recently used first
+        self._readers = readers
+
+    def ask(self, rows: NDArray[np.int64]) -> "Asked":
+        """rows [T, columns]. Cached rows are copied now, the others are read beside the caller."""
+        distinct, index = np.unique(rows, return_inverse=True)
+        data: Bytes = np.empty((len(distinct), self.row_bytes), dtype=np.uint8)
+        missing = [i for i, row in enumerate(distinct.tolist()) if not self._recall(row, data[i])]
+        wanted = [(i, int(distinct[i])) for i in missing]
+        tasks = [wanted[i : i + _TASK_ROWS] for i in range(0, len(wanted), _TASK_ROWS)]
+        reads = [self._readers.submit(self._read, task, data) for task in tasks]
+        return Asked(self, wanted, data, index.reshape(rows.shape), reads)
+
+    def remember(self, row: int, data: Bytes) -> None:
+        """Keeps a row that was read, in place of the least recently used one when the cache is full."""
+        if not self.cached_rows or row in self._place_of:
+            return
+        full = len(self._place_of) == self.cached_rows
+        place = self._place_of.popitem(last=False)[1] if full else len(self._place_of)
+        self._cache[place] = data
+        self._place_of[row] = place
+
+    def _recall(self, row: int, out: Bytes) -> bool:
+        place = self._place_of.get(row)
+        if place is None:
+            return False
+        self._place_of.move_to_end(row)
+        out[:] = self._cache[place]
+        return True
+
+    def _read(self, task: list[tuple[int, int]], data: Bytes) -> None:
+        for i, row in task:
+            out = memoryview(data[i])
+            self.weight.read(row, out[: self.weight.row_bytes])
+            self.scale.read(row, out[self.weight.row_bytes :])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Rows asked for, perhaps not read yet: `index` [T, columns] points into `data` [distinct rows, row bytes];
+    `wanted` are those being read, as (place in data, row)."""
+
+    table: Table
+    wanted: list[tuple[int, int]]
+    data: Bytes
+    index: NDArray[np.int64]
+    reads: list[Future[None]]
+
+    def take(self, device: torch.device) -> Tensor:
+        """-> fp32 [T, columns * dim], dequantised. Waits for the reads; raises DataError if one failed or hangs."""
+        if wait(self.reads, timeout=READ_TIMEOUT_S).not_done:
+            raise DataError(f"Engram rows were not read within {READ_TIMEOUT_S:.0f} s", hint="the disk does not answer")
+        for read in self.reads:
+            read.result()
+        for i, row in self.wanted:
+            self.table.remember(row, self.data[i])
+        rows, dim = torch.from_numpy(self.data[self.index.reshape(-1)]), self.table.weight.row_bytes
+        weight = rows[:, :dim].contiguous().view(torch.float8_e4m3fn)
+        return fp8_rows(weight, rows[:, dim:].contiguous()).view(len(self.index), -1).to(device)

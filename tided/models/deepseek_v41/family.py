@@ -1,0 +1,40 @@
+"""DeepSeek-V4.1 as `tided.models.families` knows it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernels.record import ExpertRecord
+from packers.shards import Checkpoint
+from tided.errors import ConfigError
+from tided.experts.bank import ExpertBank
+from tided.models.deepseek_v41 import load
+from tided.models.deepseek_v41.config import read_config
+from tided.models.deepseek_v41.model import DeepseekV41, Shape
+from tided.models.deepseek_v41.names import routed_expert_names
+from tided.models.parallel import Group
+from tided.settings import Settings
+
+
+class DeepseekV41Family:
+    name = load.FAMILY
+
+    def shape(self, config: dict[str, Any]) -> Shape:
+        return load.shape_of(read_config(config))
+
+    def expert_record(self, config: dict[str, Any], ranks: int) -> ExpertRecord:
+        t = read_config(config).text_config
+        try:
+            return ExpertRecord(t.hidden_size, t.moe_intermediate_size, ranks)
+        except ValueError as e:
+            raise ConfigError(str(e), hint="choose fewer ranks") from e
+
+    def expert_names(self, config: dict[str, Any]) -> Callable[[int, int], tuple[str, ...]]:
+        read_config(config)
+        return routed_expert_names()
+
+    def load(
+        self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
+    ) -> DeepseekV41:
+        return load.load(checkpoint, settings, group, bank, device)

@@ -1,0 +1,77 @@
+"""The mixture of experts of a layer: routed experts out of the arena, the shared expert beside them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.experts import grouped_experts
+from kernels.numerics import Numerics
+from kernels.router import Routing, route, scores
+from kernels.rows import by_row, matmul
+from kernels.swiglu import clamped_swiglu
+from tided.experts.bank import ExpertBank
+from tided.models.deepseek_v41.config import TextConfig
+from tided.models.deepseek_v41.step import Pass
+from tided.models.deepseek_v41.weights import Weights
+
+
+@dataclass(frozen=True)
+class Moe:
+    layer: int
+    top_k: int
+    route_scale: float
+    limit: float
+    gate: Tensor  # [E, D]
+    bias: Tensor  # [E], of text
+    bias_vl: Tensor  # [E], of image positions
+    shared_w13: Tensor  # [2n, D], this rank's part: w1 over w3
+    shared_w2: Tensor  # [D, n]
+    bank: ExpertBank
+    numerics: Numerics
+
+    def forward(self, step: Pass, x: Tensor) -> Tensor:
+        """x [T, D] -> [T, D] fp32: this rank's part of routed and shared experts, to be summed and then rounded."""
+        n, tables = self.numerics, self.bank.tables
+        routing = self.route(x)
+        self.bank.tap.record(
+            self.layer,
+            step.lane_of_row,
+            routing.wanted,
+            routing.wanted_scores,
+            routing.wanted_weights,
+            routing.missed,
+        )
+        rounded = n.activation(x)
+        picks = tables.slot_of[self.layer][routing.ids]
+        total = grouped_experts(rounded, self.bank.slots, self.bank.record, picks, routing.weights, self.limit, n)
+        return total.add_(self._shared(rounded))
+
+    def route(self, x: Tensor) -> Routing:
+        routable = self.bank.tables.routable[self.layer]
+        return route(scores(x, self.gate), self.bias, routable, self.top_k, self.route_scale)
+
+    def _shared(self, rounded: Tensor) -> Tensor:
+        n = self.numerics
+        gate_up = n.store(matmul(rounded, self.shared_w13))
+        hidden = by_row(lambda rows: clamped_swiglu(rows, self.limit), gate_up)
+        return matmul(n.activation(n.store(hidden)), self.shared_w2)
+
+
+def load_moe(weights: Weights, t: TextConfig, layer: int, bank: ExpertBank, numerics: Numerics) -> Moe:
+    """`weights` at `layers.L.ffn`. The shared expert is cut like the routed ones, so that one sum serves both."""
+    inner = weights.cut(t.moe_intermediate_size)
+    shared = weights.under("shared_experts")
+    return Moe(
+        layer,
+        t.num_experts_per_tok,
+        t.routed_scaling_factor,
+        t.swiglu_limit,
+        gate=weights.plain("gate.weight"),
+        bias=weights.plain("gate.bias"),
+        bias_vl=weights.plain("gate.bias_vl"),
+        shared_w13=torch.cat([shared.fp8("w1", rows=inner), shared.fp8("w3", rows=inner)]),
+        shared_w2=shared.fp8("w2", columns=inner),
+        bank=bank,
+        numerics=numerics,
+    )

@@ -1,0 +1,49 @@
+"""The model families that this build computes, found by a checkpoint's model_type."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from kernels.record import ExpertRecord
+from packers.shards import Checkpoint
+from tided.errors import DataError
+from tided.experts.bank import ExpertBank
+from tided.models.base import Model, ModelShape
+from tided.models.deepseek_v41.family import DeepseekV41Family
+from tided.models.parallel import Group
+from tided.settings import Settings
+
+
+class Family(Protocol):
+    """What is known of a model before and while it is loaded. All raise DataError for an impossible configuration."""
+
+    name: str
+
+    def shape(self, config: dict[str, Any]) -> ModelShape: ...
+
+    def expert_record(self, config: dict[str, Any], ranks: int) -> ExpertRecord:
+        """Raises ConfigError when `ranks` cannot share an expert."""
+        ...
+
+    def expert_names(self, config: dict[str, Any]) -> Callable[[int, int], tuple[str, ...]]:
+        """(MoE layer, expert) -> the six tensor names in the order of a record's parts."""
+        ...
+
+    def load(
+        self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
+    ) -> Model: ...
+
+
+_FAMILIES: dict[str, Family] = {family.name: family for family in (DeepseekV41Family(),)}
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """The family of a checkpoint's config.json. Raises DataError naming those that are known."""
+    name = config.get("model_type")
+    family = _FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise DataError(
+            f"model_type {name!r} is not known", where="config.json", hint=f"this build serves {', '.join(_FAMILIES)}"
+        )
+    return family
