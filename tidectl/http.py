@@ -22,9 +22,8 @@ class RequestFailed(TideError):
 
 def base_url(url: str) -> str:
     """`host:port`, a URL, or one that ends in /v1 -> `http://host:port`."""
-    text = url if "://" in url else f"http://{url}"
-    parts = urlsplit(text)
     try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
     except ValueError:
         valid = False

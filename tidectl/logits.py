@@ -1,12 +1,10 @@
 """`tidectl logits`: the engine's logits of a token list in a file that any implementation can be compared with."""
 
 import json
-import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tided.errors import DataError, PermissionError_, UsageError
-from tidectl.output import Progress, emit, say
 
 MAX_TOKENS_FILE_BYTES = 64 << 20
 
@@ -20,7 +18,9 @@ class Options(NamedTuple):
     decode: int
 
 
-def run(profile: Path | None, checkpoint: Path | None, tokens: Path, out: Path, options: Options, as_json: bool) -> None:
+def run(
+    profile: Path | None, checkpoint: Path | None, tokens: Path, out: Path, options: Options, as_json: bool
+) -> None:
     """Computes first and writes last: a failure leaves no file behind."""
     if (profile is None) == (checkpoint is None):
         raise UsageError("name either a profile or a checkpoint", hint="tidectl logits PROFILE ... | --checkpoint DIR")

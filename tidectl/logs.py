@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tided.errors import NotRunningError
 from tidectl.output import emit, say, styled
+from tided.errors import NotRunningError
 
 POLL_S = 0.2
 TAIL_BYTES = 4 << 20  # enough for any -n that a person reads, and a bound for a log without line ends

@@ -1,0 +1,5 @@
+"""What runs here."""
+
+
+def running_url() -> str | None:
+    return None
