@@ -1,0 +1,239 @@
+"""Times a decode step of a profile on this machine and prints where it goes.
+
+    python -m bench.decode_step profiles/mini-deepseek.toml [--ranks N] [--lanes N] [--resident N] [--steps N]
+
+The ranks run the real engine: lockstep over ZeroMQ, collectives, sampling, accounting; only HTTP is left out. Of a step
+of rank 0, `collectives` is the time in the data plane, waiting for slower ranks included; `model` the rest of the
+model's decode; `host` all that is left: deciding, sending, sampling, events, statistics.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+from torch import Tensor
+
+from tided import guard
+from tided.control.keys import load_keys
+from tided.control.lockstep import Follower, Leader, Solo
+from tided.engine.build import Rank, build_rank, open_model, scheduler_limits
+from tided.engine.core import FollowerEngine
+from tided.engine.dataplane import TorchGroup
+from tided.engine.leader import LeaderEngine
+from tided.engine.local_ranks import free_port, run_ranks
+from tided.engine.offline import first_pairs, settings_of
+from tided.engine.scheduler import Scheduler
+from tided.engine.types import Request, Sampling
+from tided.errors import TideError
+from tided.models.base import LaneState
+from tided.models.parallel import Alone
+from tided.profile import load
+from tided.settings import Cache, Settings
+
+JOB, RESULT, KEYS = "job.json", "result.json", "keys.json"
+WARM_STEPS = 8
+TIMEOUT_S = 1800.0
+HOST_LIMIT_MS = 1.0
+
+
+class Job(msgspec.Struct, frozen=True):
+    settings: Settings
+    prompt_tokens: int
+    steps: int
+
+
+class Times(msgspec.Struct):
+    """Milliseconds of rank 0's measured steps, and collectives a step."""
+
+    step: list[float] = []
+    model: list[float] = []
+    collectives: list[float] = []
+    host: list[float] = []
+    calls: int = 0
+    resident: int = 0
+    total: int = 0
+
+
+class TimedModel:
+    """The model of a rank, with the seconds of its last decode."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._model, self.seconds = rank.model, 0.0
+        self.shape, self.prefill = rank.model.shape, rank.model.prefill
+        self.open_lane, self.close_lane = rank.model.open_lane, rank.model.close_lane
+
+    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
+        began = time.perf_counter()
+        logits = self._model.decode(lanes, token_ids)
+        self.seconds = time.perf_counter() - began
+        return logits
+
+
+def run_rank(folder: Path, number: int) -> None:
+    job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
+    settings, opened = job.settings, open_model(job.settings)
+    facts = guard.facts(settings, opened.checkpoint.identity())
+    pairs = first_pairs(opened)
+    if number:
+        follower = Follower(settings, number, load_keys(folder / KEYS, create=True))
+        pairs = follower.join(facts).residents
+    else:
+        leader = Leader(settings, load_keys(folder / KEYS, create=True)) if settings.parallel.ranks > 1 else Solo()
+        leader.gather(facts, pairs)
+    group = TorchGroup(settings, number) if settings.parallel.ranks > 1 else Alone()
+    rank = build_rank(opened, group, pairs, lambda stage, done, total: None)
+    failures: list[TideError] = []
+    if number:
+        follower.ready(rank.residents.digest())
+        FollowerEngine(rank.executor, follower, failures.append, settings.engine.threads).run()
+    else:
+        leader.ready(rank.residents.digest())
+        times = measure(job, rank, leader, group)
+        (folder / RESULT).write_bytes(msgspec.json.encode(times))
+    if failures:
+        raise failures[0]
+
+
+def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone) -> Times:
+    """Decode steps of full lanes, one after the other, after a few that do not count."""
+    model = TimedModel(rank)
+    rank.executor.model = model
+    limits = scheduler_limits(job.settings)
+    engine = LeaderEngine(rank.executor, Scheduler(limits), link, lambda events: None, lambda error: None)
+    for lane in range(limits.lanes):
+        engine.submit(request(job, lane, rank.opened.shape.vocab_size))
+    engine._take_in(0.0)
+    while any(running.in_prefill for running in engine.scheduler.running.values()) or not engine.seq:
+        engine.turn()
+    times = Times(resident=len(rank.residents.pairs), total=len(rank.opened.all_pairs))
+    for step in range(WARM_STEPS + job.steps):
+        calls, waited = counters(group)
+        began = time.perf_counter()
+        engine._take_in(0.0)
+        engine.turn()
+        whole = time.perf_counter() - began
+        calls_now, waited_now = counters(group)
+        if step >= WARM_STEPS:
+            shared = waited_now - waited
+            parts = (whole, model.seconds - shared, shared, whole - model.seconds)
+            for name, value in zip(("step", "model", "collectives", "host"), parts, strict=True):
+                getattr(times, name).append(1000 * value)
+            times.calls = calls_now - calls
+    link.stop("measured")
+    return times
+
+
+def request(job: Job, lane: int, vocab_size: int) -> Request:
+    """A prompt of arbitrary tokens, and more answer than is measured; drawn, because drawing costs more than argmax."""
+    ids = [(lane * 7919 + 104_729 * i) % vocab_size for i in range(job.prompt_tokens)]
+    tokens = WARM_STEPS + job.steps + 8 + job.settings.engine.lanes * (1 + job.prompt_tokens)
+    sampling = Sampling(temperature=1.0, top_p=0.95, seed=lane)
+    return Request(request_id=f"bench-{lane}", prompt_ids=ids, sampling=sampling, max_tokens=tokens, stop_ids=())
+
+
+def counters(group: TorchGroup | Alone) -> tuple[int, float]:
+    return (group.calls, group.seconds) if isinstance(group, TorchGroup) else (0, 0.0)
+
+
+def report(times: Times, job: Job) -> dict[str, Any]:
+    def spread(values: list[float]) -> dict[str, float]:
+        tenths = statistics.quantiles(values, n=10)
+        return {"median_ms": statistics.median(values), "p10_ms": tenths[0], "p90_ms": tenths[-1]}
+
+    lanes = job.settings.engine.lanes
+    return {
+        "ranks": job.settings.parallel.ranks,
+        "lanes": lanes,
+        "steps": len(times.step),
+        "resident": times.resident,
+        "resident_share": times.resident / times.total,
+        "context_tokens": job.prompt_tokens,
+        "collectives_a_step": times.calls,
+        "tokens_a_second": 1000 * lanes / statistics.median(times.step),
+        **{part: spread(getattr(times, part)) for part in ("step", "model", "collectives", "host")},
+    }
+
+
+def show(figures: dict[str, Any]) -> None:
+    print(
+        f"{figures['ranks']} ranks, {figures['lanes']} lanes, {figures['resident']} experts resident "
+        f"({100 * figures['resident_share']:.1f} %), {figures['steps']} steps after {figures['context_tokens']} tokens"
+    )
+    for part in ("step", "model", "collectives", "host"):
+        times = figures[part]
+        share = 100 * times["median_ms"] / figures["step"]["median_ms"]
+        print(
+            f"  {part:12}{times['median_ms']:9.2f} ms {share:6.1f} %   ({times['p10_ms']:.2f} to {times['p90_ms']:.2f})"
+        )
+    verdict = "within" if figures["host"]["median_ms"] < HOST_LIMIT_MS else "OVER"
+    print(f"  {figures['tokens_a_second']:.1f} tokens/s; {figures['collectives_a_step']} collectives a step; host time")
+    print(f"  {verdict} its limit of {HOST_LIMIT_MS:g} ms")
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    target = Path(options.target)
+    settings = settings_of(target) if target.is_dir() else load(target)
+    ranks, lanes = options.ranks or settings.parallel.ranks, options.lanes or 1
+    room = 2 * (options.context + options.steps + 64) + lanes * (1 + options.context)
+    port = free_port()
+    return Job(
+        replace(
+            settings,
+            experts=replace(settings.experts, resident=options.resident or settings.experts.resident),
+            cache=Cache(context_tokens=room, pool_tokens=lanes * (room + 128)),
+            engine=replace(settings.engine, lanes=lanes),
+            parallel=replace(settings.parallel, ranks=ranks, hosts=(), control_port=port, data_port=free_port()),
+        ),
+        options.context,
+        options.steps,
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["--as-rank"]:
+        return as_rank(Path(arguments[1]), int(arguments[2]))
+    parser = argparse.ArgumentParser(prog="python -m bench.decode_step", description=__doc__.split("\n")[0])
+    parser.add_argument("target", help="a profile, or the directory of a checkpoint")
+    for name, default, text in (
+        ("--ranks", None, "ranks on this machine (default: the profile's)"),
+        ("--lanes", None, "requests at a time (default: 1)"),
+        ("--resident", None, "resident experts (default: the profile's)"),
+        ("--steps", 100, "steps to measure"),
+        ("--context", 64, "tokens of prompt before the first step"),
+    ):
+        parser.add_argument(name, type=int, default=default, help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    try:
+        job = job_of(options)
+        with tempfile.TemporaryDirectory(prefix="tidelm-bench-") as name:
+            folder = Path(name)
+            (folder / JOB).write_bytes(msgspec.json.encode(job))
+            run_ranks(["bench.decode_step", "--as-rank"], folder, job.settings.parallel.ranks, TIMEOUT_S)
+            figures = report(msgspec.json.decode((folder / RESULT).read_bytes(), type=Times), job)
+    except TideError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(figures)) if options.json else show(figures)
+    return 0
+
+
+def as_rank(folder: Path, number: int) -> int:
+    try:
+        run_rank(folder, number)
+    except TideError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""One rank's model in memory, for the daemon and for offline runs alike.
+
+`open_model` reads headers only, so that every refusal that needs no weights comes within a second. `build_rank` then
+takes the memory and the time: arena, dense weights, residents. Between the two the ranks agree on the residents.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.record import ExpertRecord
+from packers.shards import Checkpoint
+from tided.cache.pool import PAGE_TOKENS
+from tided.engine.executor import Executor
+from tided.engine.scheduler import Limits
+from tided.errors import ConfigError
+from tided.experts.arena import Arena, Pair
+from tided.experts.bank import ExpertBank
+from tided.experts.residents import Residents
+from tided.experts.source import CheckpointSource
+from tided.experts.tables import DemandTap, RoutingTables
+from tided.models.base import Model, ModelShape
+from tided.models.families import Family, family_of
+from tided.models.parallel import Group
+from tided.settings import Settings
+
+Progress = Callable[[str, int, int], None]  # (what is loaded, parts done, parts in all)
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A checkpoint that fits the settings; nothing of its data is loaded."""
+
+    settings: Settings
+    checkpoint: Checkpoint
+    family: Family
+    shape: ModelShape
+    record: ExpertRecord
+
+    @property
+    def all_pairs(self) -> list[Pair]:
+        return [(layer, e) for layer in range(self.shape.moe_layers) for e in range(self.shape.experts_per_layer)]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """`executor` runs the steps; the rest is what the rooms beside the engine read."""
+
+    opened: OpenedModel
+    model: Model
+    bank: ExpertBank
+    residents: Residents
+    source: CheckpointSource
+    executor: Executor
+
+
+def open_model(settings: Settings) -> OpenedModel:
+    """Raises DataError for a checkpoint that is none, ConfigError for settings that it cannot be served with."""
+    checkpoint = Checkpoint.open(settings.model.path)
+    family = family_of(checkpoint.config)
+    shape = family.shape(checkpoint.config)
+    check_budget(settings, shape)
+    check_context(settings, shape)
+    record = family.expert_record(checkpoint.config, settings.parallel.ranks)
+    return OpenedModel(settings, checkpoint, family, shape, record)
+
+
+def build_rank(opened: OpenedModel, group: Group, pairs: Sequence[Pair], progress: Progress) -> Rank:
+    """Loads the rank's share of the dense weights and of the resident `pairs`, the same on every rank."""
+    settings, shape = opened.settings, opened.shape
+    device = torch.device(settings.engine.device)
+    torch.set_num_threads(settings.engine.threads)
+    tables = RoutingTables(shape.moe_layers, shape.experts_per_layer, device)
+    tap = DemandTap(settings.engine.lanes, shape.moe_layers, shape.experts_per_layer, device)
+    arena = Arena(opened.record, settings.experts.resident, settings.experts.spare_slots, device)
+    bank = ExpertBank(opened.record, arena.data, tables, tap)
+    source = CheckpointSource(
+        opened.checkpoint, opened.family.expert_names(opened.checkpoint.config), opened.record, group.rank
+    )
+    residents = Residents(
+        arena, tables, source, shape.moe_layers, shape.experts_per_layer, shape.top_k, settings.experts.read_threads
+    )
+    progress("dense weights", 0, 1)
+    model = opened.family.load(opened.checkpoint, settings, group, bank, device)
+    progress("dense weights", 1, 1)
+    residents.fill(pairs, lambda done, total: progress("experts", done, total))
+    return Rank(opened, model, bank, residents, source, Executor(model, residents, tap))
+
+
+def check_budget(settings: Settings, shape: ModelShape) -> None:
+    """Raises ConfigError unless a resident set of the size asked for exists."""
+    least, most = shape.moe_layers * shape.top_k, shape.moe_layers * shape.experts_per_layer
+    resident = settings.experts.resident
+    if not least <= resident <= most:
+        raise ConfigError(
+            f"experts.resident = {resident}: this model needs {least} to {most}",
+            hint=f"{shape.moe_layers} layers of {shape.experts_per_layer} experts, {shape.top_k} a token: "
+            "fewer than that a layer cannot route, more than all there are cannot be kept",
+        )
+
+
+def check_context(settings: Settings, shape: ModelShape) -> None:
+    """Raises ConfigError unless the checkpoint reaches the context, and the pool holds one request of it."""
+    context, pool = settings.cache.context_tokens, settings.cache.pool_tokens
+    if context > shape.context_tokens:
+        raise ConfigError(f"cache.context_tokens = {context}: this model reaches {shape.context_tokens} positions")
+    if context > pool:
+        raise ConfigError(f"cache.pool_tokens = {pool}: must hold one request of cache.context_tokens = {context}")
+
+
+def scheduler_limits(settings: Settings) -> Limits:
+    return Limits(
+        lanes=settings.engine.lanes,
+        queue=settings.engine.queue,
+        pool_tokens=settings.cache.pool_tokens,
+        page_tokens=PAGE_TOKENS,
+        chunk_tokens=settings.model.prefill_chunk_tokens,
+        swaps=settings.experts.spare_slots,
+        guard_every_steps=settings.engine.guard_every_steps,
+    )

@@ -1,0 +1,202 @@
+"""A model without a daemon: teacher-forced logits of a list of tokens, over local ranks or in this process.
+
+Several ranks run as `python -m tided.engine.offline JOB RANK`; a job is a private directory with job.json (what to
+compute), rank-N.log, and in the end logits.safetensors.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from packers.shards import Checkpoint
+from tided.engine.build import OpenedModel, Progress, build_rank, open_model
+from tided.engine.dataplane import TorchGroup
+from tided.engine.local_ranks import free_port, run_ranks
+from tided.errors import TideError, UsageError
+from tided.experts.arena import Pair
+from tided.models.base import Model
+from tided.models.families import family_of
+from tided.models.parallel import Alone, Group
+from tided.settings import Cache, Engine, Experts, Parallel, Settings
+from tided.settings import Model as ModelSettings
+from tided.tide.demand import RouterShape
+from tided.tide.planner import boot_set, first_set
+from tided.tide.seed import load_seed
+
+Numerics = Literal["native", "fp32"]
+KEY = "logits"
+RESULT = "logits.safetensors"
+JOB = "job.json"
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank computes: the last `decode` of `token_ids` one at a time, the others in chunks."""
+
+    settings: Settings
+    token_ids: list[int]
+    decode: int
+
+
+def logits(
+    target: Settings | Path,
+    token_ids: Sequence[int],
+    *,
+    chunk: int | None = None,
+    ranks: int | None = None,
+    resident: int | None = None,
+    decode: int = 0,
+    numerics: Numerics | None = None,
+    timeout_s: float = 3600.0,
+    progress: Progress = lambda stage, done, total: None,
+) -> Tensor:
+    """fp32 [tokens, vocab]: row i is computed from the tokens up to i. `target` is a profile's settings or the
+    directory of a checkpoint; None leaves a value as the profile has it (a checkpoint: 512, 1 rank, every expert,
+    native).
+
+    Raises the ranks' own errors; PairError when a rank dies or `timeout_s` pass."""
+    settings = target if isinstance(target, Settings) else settings_of(target)
+    job = Job(_changed(settings, len(token_ids), chunk, ranks, resident, numerics), list(token_ids), decode)
+    opened = open_model(job.settings)
+    _check(job, opened)
+    if job.settings.parallel.ranks == 1:
+        return compute(job, opened, Alone(), progress)
+    return _over_ranks(job, timeout_s)
+
+
+def write_logits(path: Path, values: Tensor) -> None:
+    """A safetensors file with the key `logits`, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(save({KEY: values}))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def settings_of(checkpoint: Path) -> Settings:
+    """Settings for a checkpoint without a profile: one rank on CPU, every expert resident."""
+    config = Checkpoint.open(checkpoint).config
+    shape = family_of(config).shape(config)
+    return Settings(
+        model=ModelSettings(path=str(checkpoint), served_name=checkpoint.name or "model"),
+        experts=Experts(resident=shape.moe_layers * shape.experts_per_layer),
+        cache=Cache(context_tokens=shape.context_tokens, pool_tokens=shape.context_tokens),
+    )
+
+
+def compute(job: Job, opened: OpenedModel, group: Group, progress: Progress) -> Tensor:
+    """This rank's part of the job; every rank gets the whole result [tokens, vocab]."""
+    rank = build_rank(opened, group, first_pairs(opened), progress)
+    try:
+        return teacher_forced(rank.model, job.token_ids, job.decode, job.settings.model.prefill_chunk_tokens)
+    finally:
+        rank.source.close()
+
+
+@torch.inference_mode()
+def teacher_forced(model: Model, token_ids: list[int], decode: int, chunk: int) -> Tensor:
+    """Logits [tokens, vocab] after each token: chunks first, then the last `decode` tokens one by one."""
+    lane = model.open_lane(0)
+    ids = torch.tensor(token_ids, dtype=torch.int64)
+    prompt, tail = ids[: len(ids) - decode], ids[len(ids) - decode :]
+    rows = [model.prefill(lane, part, "all") for part in torch.split(prompt, chunk) if len(part)]
+    rows += [model.decode([lane], token[None]) for token in tail]
+    model.close_lane(lane)
+    return torch.cat([row for row in rows if row is not None]).float().cpu()
+
+
+def first_pairs(opened: OpenedModel) -> list[Pair]:
+    """The resident set of a first start: by the profile's seed, or the first experts of each layer. No history counts,
+    so that the same profile gives the same logits everywhere."""
+    settings, shape = opened.settings, opened.shape
+    floor = settings.tide.floor_per_layer or shape.top_k
+    if not settings.tide.seed:
+        return first_set(shape.moe_layers, shape.experts_per_layer, settings.experts.resident, floor)
+    router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
+    return boot_set(load_seed(Path(settings.tide.seed), shape.family, router).prior, settings.experts.resident, floor)
+
+
+def _changed(
+    settings: Settings,
+    tokens: int,
+    chunk: int | None,
+    ranks: int | None,
+    resident: int | None,
+    numerics: Numerics | None,
+) -> Settings:
+    """One lane with room for the tokens, every rank on this machine, and what the caller asks for."""
+    model, context = settings.model, max(tokens, 16)
+    return replace(
+        settings,
+        model=replace(
+            model, prefill_chunk_tokens=given(chunk, model.prefill_chunk_tokens), numerics=numerics or model.numerics
+        ),
+        experts=replace(settings.experts, resident=given(resident, settings.experts.resident), spare_slots=1),
+        cache=Cache(context_tokens=context, pool_tokens=context),
+        engine=Engine(device=settings.engine.device, lanes=1, threads=settings.engine.threads),
+        parallel=Parallel(ranks=given(ranks, settings.parallel.ranks), data_port=free_port()),
+    )
+
+
+def given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _check(job: Job, opened: OpenedModel) -> None:
+    if not job.token_ids:
+        raise UsageError("there is no token to compute")
+    if not 0 <= job.decode <= len(job.token_ids):
+        raise UsageError(f"{job.decode} tokens to decode of only {len(job.token_ids)}")
+    if job.settings.model.prefill_chunk_tokens < 1:
+        raise UsageError("a chunk holds at least one token")
+    if job.settings.parallel.ranks < 1:
+        raise UsageError(f"a model on {job.settings.parallel.ranks} ranks")
+    for index, token in enumerate(job.token_ids):
+        if not 0 <= token < opened.shape.vocab_size:
+            raise UsageError(f"token {index} is {token}; this model's vocabulary has {opened.shape.vocab_size} tokens")
+
+
+# Several ranks
+
+
+def _over_ranks(job: Job, timeout_s: float) -> Tensor:
+    with tempfile.TemporaryDirectory(prefix="tidelm-logits-") as name:
+        folder = Path(name)
+        (folder / JOB).write_bytes(msgspec.json.encode(job))
+        run_ranks(["tided.engine.offline"], folder, job.settings.parallel.ranks, timeout_s)
+        return load_file(folder / RESULT)[KEY]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One rank of a job. Its errors go to stderr, its exit code is theirs."""
+    folder, number = Path(arguments[0]), int(arguments[1])
+    job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
+    try:
+        opened = open_model(job.settings)
+        group = TorchGroup(job.settings, number)
+        try:
+            result = compute(job, opened, group, lambda stage, done, total: None)
+        finally:
+            group.close()
+        if number == 0:
+            write_logits(folder / RESULT, result)
+    except TideError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
