@@ -1,0 +1,313 @@
+"""The resident set: what is routable is what was read, all of a plan or nothing of it."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from expert_fakes import (
+    CPU,
+    EXPERTS,
+    LAYERS,
+    RECORD,
+    TOP_K,
+    FakeSource,
+    bytes_of,
+    expert_names,
+    fake_residents,
+    first,
+    golden,
+    golden_record,
+    quiet,
+    record_of,
+)
+
+import tided.experts.residents as residents_module
+from tided.errors import DataError, PairError
+from tided.experts.arena import Arena
+from tided.experts.residents import Residents, mask_hash
+from tided.experts.source import CheckpointSource
+from tided.experts.tables import RoutingTables
+
+SWAPS = [((0, 0), (0, 5)), ((1, 1), (2, 5)), ((2, 0), (2, 6))]
+
+
+def filled(spare: int = 4, source: FakeSource | None = None, read_threads: int = 1) -> Residents:
+    """3 layers of 8 experts, top 2; the first 4 of each layer resident."""
+    made = fake_residents(3, 8, 2, 12, spare, source or FakeSource(), read_threads)
+    made.fill(first(3, 4), quiet)
+    return made
+
+
+def state(residents: Residents) -> tuple[object, ...]:
+    tables = residents.tables
+    return (
+        residents.pairs, residents.generation, residents.mask_hash,
+        tables.slot_of.clone().tolist(), tables.routable.clone().tolist(),
+        [bytes_of(residents, pair) for pair in residents.pairs],
+    )  # fmt: skip
+
+
+def test_boot_fill_publishes_every_record_and_says_how_far_it_is():
+    residents = fake_residents(3, 8, 2, 12, 1, FakeSource(), read_threads=3)
+    told = []
+    residents.fill(first(3, 4), lambda done, total: told.append((done, total)))
+    assert told == [(n, 12) for n in range(1, 13)]
+    assert residents.pairs == first(3, 4)
+    for pair in residents.pairs:
+        assert bytes_of(residents, pair) == record_of(*pair)
+    residents.check_integrity()
+
+
+def test_a_checkpoints_experts_lie_in_their_slots_on_both_ranks():
+    pairs = first(LAYERS, 4)
+    digests = set()
+    for rank in range(2):
+        record = golden_record(2)
+        source = CheckpointSource(golden(), expert_names, record, rank)
+        tables = RoutingTables(LAYERS, EXPERTS, CPU)
+        residents = Residents(Arena(record, 40, 2, CPU), tables, source, LAYERS, EXPERTS, TOP_K, read_threads=2)
+        residents.fill(pairs, quiet)
+        residents.apply([((9, 0), (9, 7)), ((0, 3), (5, 4))])
+        residents.check_integrity()
+        for pair in residents.pairs:
+            expected = bytearray(record.slot_bytes)
+            source.read(*pair, memoryview(expected))
+            assert bytes_of(residents, pair) == expected
+        digests.add(residents.digest())
+    assert len(digests) == 1
+
+
+def test_promoted_experts_contribute_and_removed_ones_do_not():
+    residents = filled()
+    residents.apply(SWAPS)
+    for out, in_ in SWAPS:
+        assert bytes_of(residents, in_) == record_of(*in_)
+        assert bool(residents.tables.routable[in_])
+        assert int(residents.tables.slot_of[out]) == -1
+        assert not bool(residents.tables.routable[out])
+    residents.check_integrity()
+    assert residents.generation == 1
+    assert residents.arena.free == 4
+
+
+def test_tables_are_changed_in_place_so_captured_graphs_see_the_new_set():
+    residents = filled()
+    tables, data = residents.tables, residents.arena.data
+    addresses = (tables.slot_of.data_ptr(), tables.routable.data_ptr(), data.data_ptr())
+    residents.apply(SWAPS)
+    assert (tables.slot_of.data_ptr(), tables.routable.data_ptr(), residents.arena.data.data_ptr()) == addresses
+
+
+def test_a_landing_newcomer_never_overwrites_a_slot_that_is_still_routable():
+    """Every read of a plan goes to a slot that no resident has: until publication the old set can be computed with."""
+    holds = threading.Event()
+    source = FakeSource()
+    residents = filled(source=source)
+    before = state(residents)
+    source.holds = holds
+    applying = threading.Thread(target=residents.apply, args=(SWAPS,))
+    applying.start()
+    try:
+        assert state(residents) == before
+    finally:
+        holds.set()
+        applying.join(30)
+    assert state(residents) != before
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("read_threads", [1, 3])
+def test_a_failed_read_of_a_plan_publishes_nothing_and_ends_the_rank(k, read_threads):
+    source = FakeSource()
+    residents = filled(source=source, read_threads=read_threads)
+    before = state(residents)
+    source.fails_at = source.reads + k
+    with pytest.raises(DataError, match="Input/output error"):
+        residents.apply(SWAPS)
+    assert state(residents) == before
+    residents.arena.check()
+    for use in (lambda: residents.apply(SWAPS), residents.digest, residents.check_integrity):
+        with pytest.raises(PairError, match="unusable"):
+            use()
+
+
+def test_a_failed_boot_read_publishes_nothing():
+    residents = fake_residents(3, 8, 2, 12, 1, FakeSource(fails_at=7))
+    with pytest.raises(DataError):
+        residents.fill(first(3, 4), quiet)
+    assert not residents.pairs
+    assert not residents.tables.routable.any()
+
+
+def test_a_disk_that_never_answers_is_an_error_not_a_hang(monkeypatch):
+    monkeypatch.setattr(residents_module, "READ_TIMEOUT_S", 0.05)
+    holds = threading.Event()
+    source = FakeSource()
+    residents = filled(source=source)
+    before = state(residents)
+    source.holds = holds
+    try:
+        with pytest.raises(PairError, match="no expert could be read"):
+            residents.apply(SWAPS)
+        assert state(residents) == before
+    finally:
+        holds.set()
+
+
+WRONG_PLANS = {
+    "removes an absent expert": ([((0, 5), (0, 6))], "not resident"),
+    "loads a resident expert": ([((0, 0), (0, 1))], "is resident"),
+    "removes one twice": ([((0, 0), (0, 5)), ((0, 0), (0, 6))], "twice"),
+    "loads one twice": ([((0, 0), (0, 5)), ((0, 1), (0, 5))], "twice"),
+    "goes in a circle": ([((0, 0), (0, 5)), ((0, 5), (0, 0))], "not resident"),
+    "unknown layer": ([((0, 0), (3, 0))], "no expert"),
+    "unknown expert": ([((0, 0), (0, 8))], "no expert"),
+    "negative": ([((0, 0), (-1, 5))], "no expert"),
+    "breaks the floor": ([((0, e), (1, 4 + e)) for e in range(3)], "layer 0 would keep 1"),
+    "more than can land": ([((0, e), (0, 4 + e)) for e in range(4)] + [((1, 0), (1, 4))], "free slots"),
+}
+
+
+@pytest.mark.parametrize(("swaps", "message"), WRONG_PLANS.values(), ids=WRONG_PLANS.keys())
+def test_a_wrong_plan_is_refused_whole_before_anything_is_read(swaps, message):
+    source = FakeSource()
+    residents = filled(source=source)
+    before, reads = state(residents), source.reads
+    with pytest.raises(PairError, match=message):
+        residents.apply([((2, 0), (2, 7)), *swaps] if len(swaps) < 4 else swaps)
+    assert state(residents) == before
+    assert source.reads == reads
+    residents.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (first(3, 5), "15 experts for 12 places"),  # more than was promised to the residents would take the spare slots
+        ([*first(3, 3), (0, 0)], "given twice"),
+        ([*first(3, 3), (3, 0)], "no expert"),
+        (first(2, 4), "layer 2 would keep 0"),
+    ],
+)
+def test_a_first_set_that_cannot_be_is_refused_before_anything_is_read(pairs, message):
+    source = FakeSource()
+    residents = fake_residents(3, 8, 2, 12, 4, source)
+    with pytest.raises(PairError, match=message):
+        residents.fill(pairs, quiet)
+    assert source.reads == 0
+
+
+def test_filling_twice_is_refused():
+    residents = filled()
+    with pytest.raises(PairError, match="first set"):
+        residents.fill(first(3, 4), quiet)
+
+
+def test_the_digest_names_the_ids_not_how_many_a_layer_has():
+    one, other = filled(), filled()
+    assert one.digest() == other.digest()
+    one.apply([((0, 0), (0, 5))])
+    other.apply([((0, 1), (0, 5))])
+    assert one.digest() != other.digest()
+    assert one.mask_hash != other.mask_hash
+
+
+def test_the_same_set_has_the_same_digest_whatever_way_led_to_it():
+    one, other = filled(), filled()
+    one.apply([((0, 0), (0, 5)), ((1, 0), (1, 5))])
+    other.apply([((1, 0), (0, 5))])
+    other.apply([((0, 0), (1, 6))])
+    other.apply([((1, 6), (1, 5))])
+    assert one.pairs == other.pairs
+    assert (one.digest(), one.mask_hash) == (other.digest(), other.mask_hash)
+    assert one.mask_hash == mask_hash(reversed(one.pairs), 8)
+
+
+def test_the_digest_sees_a_mask_that_changed_behind_the_directorys_back():
+    residents = filled()
+    before = residents.digest()
+    residents.tables.withdraw(0, 0)
+    assert residents.digest() != before
+    with pytest.raises(PairError, match="routing table"):
+        residents.check_integrity()
+
+
+def test_integrity_sees_two_experts_in_one_slot_a_wrong_mask_and_a_written_null_slot():
+    residents = filled()
+    residents.tables.slot_of[0, 0] = residents.tables.slot_of[0, 1]
+    with pytest.raises(PairError, match="routing table"):
+        residents.check_integrity()
+    residents = filled()
+    residents.tables.routable[0, 7] = True
+    with pytest.raises(PairError, match="mask"):
+        residents.check_integrity()
+    residents = filled()
+    residents.arena.data[residents.arena.null, 5] = 1
+    with pytest.raises(PairError, match="null"):
+        residents.check_integrity()
+    residents = filled()
+    residents.mask_hash ^= 1
+    with pytest.raises(PairError, match="hash"):
+        residents.check_integrity()
+
+
+def test_the_arena_is_one_aligned_block_with_a_null_slot_of_zeros():
+    arena = Arena(RECORD, 5, 2, CPU)
+    assert arena.data.shape == (8, RECORD.slot_bytes)
+    assert arena.data.is_contiguous()
+    assert arena.data.data_ptr() % 4096 == 0
+    assert RECORD.slot_bytes % 4096 == 0
+    assert arena.null == 7
+    taken = {arena.take() for _ in range(7)}
+    assert taken == set(range(7))  # the null slot is never given away
+    with pytest.raises(PairError, match="no free expert slot"):
+        arena.take()
+    assert not arena.data[arena.null].any()
+
+
+def test_a_slot_is_used_only_as_its_state_allows():
+    arena = Arena(RECORD, 2, 1, CPU)
+    slot = arena.take()
+    arena.hold(slot, (0, 0))
+    for wrong in (
+        lambda: arena.hold(slot, (0, 1)),
+        lambda: arena.load(slot, lambda out: None),
+        lambda: arena.drop((0, 1)),
+        lambda: arena.hold(arena.take(), (0, 0)),
+    ):
+        with pytest.raises(PairError):
+            wrong()
+    with pytest.raises(ValueError, match="spare"):
+        Arena(RECORD, 2, 0, CPU)
+
+
+@pytest.mark.parametrize("damage", ["directory", "leak", "double"])
+def test_the_arenas_check_can_fail(damage):
+    arena = Arena(RECORD, 2, 2, CPU)
+    slots = [arena.take(), arena.take()]
+    arena.hold(slots[0], (0, 0))
+    arena.hold(slots[1], (0, 1))
+    arena.check()
+    if damage == "directory":
+        arena._slot_of[0, 0] = slots[1]
+    elif damage == "leak":
+        arena._free.pop()
+    else:
+        arena._free.append(slots[0])
+    with pytest.raises(PairError):
+        arena.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_records_reach_the_memory_of_the_gpu():
+    device = torch.device("cuda")
+    tables = RoutingTables(3, 8, device)
+    residents = Residents(Arena(RECORD, 12, 4, device), tables, FakeSource(), 3, 8, 2, read_threads=3)
+    residents.fill(first(3, 4), quiet)
+    residents.apply(SWAPS)
+    residents.check_integrity()
+    for layer, expert in residents.pairs:
+        slot = residents.arena.data[int(tables.slot_of[layer, expert])].cpu().numpy()
+        assert np.array_equal(slot, np.frombuffer(record_of(layer, expert), np.uint8))
