@@ -47,8 +47,8 @@ class RangeFile:
             reached = got + count if got + count >= needed else aligned_down(got + count)
             if reached <= got:
                 raise DataError(
-                    f"the file ends at byte {start + got + count}, before byte {offset + nbytes} of an expert",
-                    where=f"{self.path}:{start + got + count}",
+                    f"the file ends at byte {os.fstat(self._fd).st_size}, before byte {offset + nbytes} of an expert",
+                    where=f"{self.path}:{offset}",
                     hint="it was cut or replaced since the start; fetch this file again",
                 )
             got = reached
