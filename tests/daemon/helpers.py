@@ -1,0 +1,98 @@
+"""A profile on free ports in a state directory of its own, started and ended by the real supervisor.
+
+with running(profile_text, tmp_path) as pair:      # waits until it serves
+    pair.url, pair.pids, pair.log(0), pair.state(1), pair.kill(1, signal.SIGKILL), pair.ended()
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.control.conftest import free_ports
+from tidectl import supervisor
+from tided.control.state import read_rank
+from tided.errors import NotRunningError
+
+FAKE = """
+[model]
+path = "checkpoint"
+served_name = "fake"
+[experts]
+resident = 8
+[cache]
+context_tokens = 64
+pool_tokens = 64
+"""
+
+
+class Running:
+    def __init__(self, handle, profile, port):
+        self.handle, self.profile, self.state_dir = handle, profile, handle.state_dir
+        self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def run(self):
+        return supervisor.status(self.state_dir).run
+
+    @property
+    def pids(self):
+        return [child.process.pid for child in self.run.ranks]
+
+    def state(self, rank):
+        return read_rank(self.state_dir, rank)
+
+    def log(self, rank):
+        return (self.state_dir / "logs" / f"rank-{rank}.log").read_text()
+
+    def kill(self, rank, number):
+        os.kill(self.pids[rank], number)
+
+    def ended(self, timeout_s=20):
+        """How the run ended; fails when it does not in time."""
+        self.handle.process.wait(timeout_s)
+        return supervisor.status(self.state_dir).last
+
+
+def write_profile(tmp_path: Path, text: str, ranks: int = 2, **parallel) -> tuple[Path, int]:
+    """`text` with its [parallel] and [server] tables on free ports; returns the file and the HTTP port."""
+    first = free_ports(4)
+    table = {"ranks": ranks, "control_port": first, "data_port": first + 2} | parallel
+    lines = [f"{key} = {value}" for key, value in table.items()]
+    body = f"{text}\n[parallel]\n" + "\n".join(lines) + f"\n[server]\nport = {first + 3}\ndrain_s = 2\n"
+    profile = tmp_path / "profile.toml"
+    profile.write_text(body)
+    return profile, first + 3
+
+
+@contextmanager
+def started(profile: Path, state_dir: Path, port: int = 0, program=supervisor.DAEMON) -> Iterator[Running]:
+    """Whatever the test does, nothing of it is left running."""
+    handle = supervisor.start(profile, state_dir, program)
+    try:
+        yield Running(handle, profile, port)
+    finally:
+        with suppress(NotRunningError):
+            supervisor.stop(state_dir, 10)
+        with suppress(ProcessLookupError):
+            os.killpg(handle.process.pid, signal.SIGKILL)
+        handle.process.wait(10)
+
+
+@contextmanager
+def running(text: str, tmp_path: Path, ranks: int = 2, program=supervisor.DAEMON, **parallel) -> Iterator[Running]:
+    profile, port = write_profile(tmp_path, text, ranks, **parallel)
+    with started(profile, tmp_path / "state", port, program) as pair:
+        pair.handle.wait_ready(120)
+        yield pair
+
+
+def until(condition, timeout_s=10.0):
+    """Polls until the condition holds; fails when it never does."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+    return value

@@ -1,0 +1,216 @@
+"""The supervisor process: `python -m tidectl.supervise PROFILE STATE_DIR LOCK_FD PROGRAM...`, started by
+`tidectl.supervisor.start` in a session of its own. One thread; it sleeps until a rank writes, a rank ends, or a signal
+comes. When one rank ends, all end: half a model serves nobody.
+"""
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from tidectl.processes import Identity, identify
+from tidectl.supervisor import Child, Ended, EndedRank, Run
+from tided.control.files import write_private
+from tided.control.state import read_rank
+from tided.errors import TideError
+from tided.profile import load
+from tided.settings import Parallel, Settings
+
+LOG_BYTES = 16 << 20
+LOGS_KEPT = 3  # beside the one in use
+CHUNK_BYTES = 64 << 10
+FAULT_GRACE_S = 8.0  # the others notice by themselves, tell their clients and end; then they are made to
+STOP_MARGIN_S = 10.0  # on top of server.drain_s
+
+
+class Log:
+    """Appends to `path`; a full file becomes `path.1`, and so on."""
+
+    def __init__(self, path: Path, limit_bytes: int = LOG_BYTES) -> None:
+        self._path, self._limit_bytes = path, limit_bytes
+        self._open()
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self._path, flags, 0o600)
+        self._size = os.fstat(self._fd).st_size
+
+    def write(self, data: bytes) -> None:
+        """A disk that is full loses lines of the log, not the service."""
+        if self._size and self._size + len(data) > self._limit_bytes:
+            self._rotate()
+        with suppress(OSError):
+            self._size += os.write(self._fd, data)
+
+    def _rotate(self) -> None:
+        os.close(self._fd)
+        for number in range(LOGS_KEPT, 0, -1):
+            older = self._path.with_name(f"{self._path.name}.{number}")
+            newer = self._path.with_name(f"{self._path.name}.{number - 1}") if number > 1 else self._path
+            with suppress(FileNotFoundError):
+                newer.replace(older)
+        self._open()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Member:
+    """One rank as the supervisor holds it: process, log pipe, log file."""
+
+    def __init__(self, rank: int, command: list[str], log: Path) -> None:
+        self.rank, self.log = rank, Log(log)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0
+        )
+        self.identity: Identity = identify(self.process.pid)
+        assert self.process.stdout is not None
+        self.output = self.process.stdout.fileno()
+        os.set_blocking(self.output, False)
+
+    def copy_output(self) -> bool:
+        """Whether more may come."""
+        try:
+            data = os.read(self.output, CHUNK_BYTES)
+        except BlockingIOError:
+            return True
+        self.log.write(data)
+        return bool(data)
+
+    def drain_output(self) -> None:
+        """What is in the pipe now; a grandchild that still holds it is not waited for."""
+        for _ in range(64):
+            if not self.copy_output():
+                return
+
+    @property
+    def exit_code(self) -> int | None:
+        code = self.process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+
+class Supervisor:
+    def __init__(self, profile: Path, state_dir: Path, program: list[str], settings: Settings) -> None:
+        self._profile, self._state_dir, self._program, self._settings = profile, state_dir, program, settings
+        self._started = time.time()
+        self._selector = selectors.DefaultSelector()
+        self._members: list[Member] = []
+        self._stopping = False  # set by a signal
+        self._told = False  # the ranks were asked to end
+        self._first: int | None = None
+        self._deadline = 0.0  # when those that are left are killed
+
+    def run(self) -> int:
+        self._wake_on_signals()
+        try:
+            for rank in local_ranks(self._settings.parallel):
+                self._spawn(rank)
+            while any(member.exit_code is None for member in self._members):
+                self._judge()
+                self._sleep()
+            self._judge()
+        finally:
+            self._finish()
+        return 0 if self._stopping else 70
+
+    def _wake_on_signals(self) -> None:
+        self._signals, writer = socket.socketpair()
+        for end in (self._signals, writer):
+            end.setblocking(False)
+        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._selector.register(self._signals, selectors.EVENT_READ, None)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._stopping |= number != signal.SIGCHLD
+
+    def _spawn(self, rank: int) -> None:
+        arguments = ["--profile", str(self._profile), "--rank", str(rank), "--state-dir", str(self._state_dir)]
+        log = self._state_dir / "logs" / f"rank-{rank}.log"
+        member = Member(rank, [*self._program, *arguments], log)
+        self._members.append(member)
+        self._selector.register(member.output, selectors.EVENT_READ, member)
+        children = [Child(member.rank, member.identity) for member in self._members]
+        run = Run(str(self._profile), identify(os.getpid()), self._started, children)
+        write_private(self._state_dir / "supervisor.json", msgspec.json.encode(run) + b"\n")
+
+    def _sleep(self) -> None:
+        for key, _ in self._selector.select(timeout=0.25 if self._told else 5.0):
+            if key.data is None:
+                self._signals.recv(4096)
+            elif not key.data.copy_output():
+                self._selector.unregister(key.fd)
+
+    def _judge(self) -> None:
+        """The first to end, or a request to stop, ends all. What does not end in time, or cannot hear, is killed."""
+        ended = [member for member in self._members if member.exit_code is not None]
+        if not self._told and self._stopping:
+            self._end_all(self._settings.server.drain_s + STOP_MARGIN_S)
+        elif not self._told and ended:
+            self._first = ended[0].rank
+            self._end_all(FAULT_GRACE_S)
+        for member in self._members if self._told else ():
+            late = time.monotonic() > self._deadline
+            if member.exit_code is None and (late or member.identity.is_stopped()):
+                member.process.kill()
+
+    def _end_all(self, grace_s: float) -> None:
+        self._told, self._deadline = True, time.monotonic() + grace_s
+        for member in self._members:
+            member.identity.send(signal.SIGTERM)
+
+    def _finish(self) -> None:
+        ranks = []
+        for member in self._members:
+            if member.exit_code is None:  # we end by an error of our own
+                member.process.kill()
+            member.process.wait()
+            member.drain_output()
+            said = read_rank(self._state_dir, member.rank)
+            message = said.message if said and said.pid == member.process.pid and said.phase == "failed" else ""
+            code = member.exit_code
+            ranks.append(EndedRank(member.rank, 0 if code is None else code, message))
+            print(f"rank {member.rank} ended with exit code {code}", flush=True)
+        last = Ended(str(self._profile), time.time(), self._first, ranks)
+        write_private(self._state_dir / "last.json", msgspec.json.encode(last) + b"\n")
+        (self._state_dir / "supervisor.json").unlink(missing_ok=True)
+
+
+def local_ranks(parallel: Parallel) -> list[int]:
+    """The ranks whose address is one of this machine's: all when the profile names no addresses."""
+    if not parallel.hosts:
+        return list(range(parallel.ranks))
+    return [rank for rank, host in enumerate(parallel.hosts) if _is_ours(host)]
+
+
+def _is_ours(host: str) -> bool:
+    """Only an address of this machine can be bound; a datagram socket claims no port of a service."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def main() -> int:
+    profile, state_dir, _lock, *program = sys.argv[1:]  # the lock is held open until this process ends
+    try:
+        supervisor = Supervisor(Path(profile), Path(state_dir), program, load(Path(profile)))
+    except TideError as error:
+        print(error, flush=True)
+        return error.exit_code
+    return supervisor.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
