@@ -1,5 +1,7 @@
 """What a parser of model output yields: an answer in pieces, in order."""
 
+from collections.abc import Iterator, Sequence
+
 import msgspec
 
 
@@ -27,3 +29,22 @@ class CallArguments(msgspec.Struct, frozen=True):
 
 
 Delta = Reasoning | Content | CallStarted | CallArguments
+
+
+def merged(deltas: Sequence[Delta]) -> Iterator[Delta]:
+    """Neighbours of one kind as one."""
+    pending: Delta | None = None
+    for delta in deltas:
+        match pending, delta:
+            case Reasoning(a), Reasoning(b):
+                pending = Reasoning(a + b)
+            case Content(a), Content(b):
+                pending = Content(a + b)
+            case CallArguments(i, a), CallArguments(j, b) if i == j:
+                pending = CallArguments(i, a + b)
+            case _:
+                if pending is not None:
+                    yield pending
+                pending = delta
+    if pending is not None:
+        yield pending

@@ -7,10 +7,10 @@ The text may arrive in any pieces: an end that may still become a marker is held
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
-from tided.chat.deltas import CallArguments, Content, Delta, Reasoning
+from tided.chat.deltas import Content, Delta, Reasoning, merged
 from tided.chat.markers import BY_TOKEN, INVOKE, Markers, Patterns, spelled
 from tided.chat.messages import Start, Tool
 from tided.chat.parse_calls import CallsReader, FinishedCall
@@ -64,7 +64,7 @@ class OutputParser:
         while self._step():
             pass
         out, self._out = self._out, []
-        return list(_merged(out))
+        return list(merged(out))
 
     def finish(self, reason: Literal["stop", "length"]) -> list[Delta]:
         """The last pieces. `reason`: why the engine ended; `finish_reason` then says how the answer did."""
@@ -77,7 +77,7 @@ class OutputParser:
             self._emit(len(self._buffer))
             self._content(self._stops.flush())
         self.finish_reason = self._reason(reason, cut)
-        return list(_merged(out + self._out))
+        return list(merged(out + self._out))
 
     def _reason(self, reason: Literal["stop", "length"], cut: bool) -> FinishReason:
         if self.stop_string is not None:
@@ -174,22 +174,3 @@ class OutputParser:
 def _without_newlines(text: str, end: int) -> int:
     """`end` moved before the newlines that stand there."""
     return len(text[:end].rstrip("\n"))
-
-
-def _merged(deltas: Sequence[Delta]) -> Iterator[Delta]:
-    """Neighbours of one kind as one."""
-    pending: Delta | None = None
-    for delta in deltas:
-        match pending, delta:
-            case Reasoning(a), Reasoning(b):
-                pending = Reasoning(a + b)
-            case Content(a), Content(b):
-                pending = Content(a + b)
-            case CallArguments(i, a), CallArguments(j, b) if i == j:
-                pending = CallArguments(i, a + b)
-            case _:
-                if pending is not None:
-                    yield pending
-                pending = delta
-    if pending is not None:
-        yield pending

@@ -1,0 +1,85 @@
+"""The HTTP application of rank 0. One engine, one model; every reply in OpenAI's shape."""
+
+import hashlib
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from aiohttp import web
+
+from tided.api.auth import KeyRing
+from tided.api.context import CONTEXT, Context
+from tided.api.json_text import to_json
+from tided.api.middleware import Handler, add_headers, expect, observe
+from tided.api.openai import chat_completions
+from tided.api.ports import Engine, Limits
+from tided.api.small_routes import health, model, models, numbers_of, root
+from tided.chat.deepseek_v41 import REQUIRED_SPECIALS
+from tided.chat.tokenizer import Tokenizer
+from tided.settings import Settings
+
+# Tokenising is compiled code that lets other threads run: one long prompt must not hold up a short one.
+_ENCODERS = 2
+
+
+def build_app(
+    engine: Engine, tokenizer: Tokenizer, settings: Settings, *, identity: str = "", limits: Limits | None = None
+) -> web.Application:
+    """`identity`: the checkpoint's content identity, part of the fingerprint that replies carry.
+
+    Raises ConfigError for an unusable key file, DataError for a tokenizer without the model's special tokens.
+    """
+    tokenizer.require(REQUIRED_SPECIALS)
+    app = web.Application(middlewares=[observe], client_max_size=settings.server.max_body_bytes)
+    app[CONTEXT] = Context(
+        engine=engine,
+        tokenizer=tokenizer,
+        settings=settings,
+        keys=KeyRing.load(settings.server.api_keys_file),
+        limits=limits or Limits(),
+        executor=ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode"),
+        fingerprint=_fingerprint(identity, settings),
+        context_tokens=min(settings.cache.context_tokens, settings.cache.pool_tokens),
+    )
+    app.on_response_prepare.append(add_headers)
+    app.cleanup_ctx.append(_encoders)
+    _add_routes(app)
+    return app
+
+
+def build_runner(app: web.Application) -> web.AppRunner:
+    """A runner whose handlers end with their client's connection, also while a request waits in the queue."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        keepalive_timeout=app[CONTEXT].limits.idle_s,
+        access_log=None,
+        handle_signals=False,
+    )
+
+
+def _add_routes(app: web.Application) -> None:
+    _add(app, "GET", "/", root)
+    _add(app, "GET", "/health", health)
+    for prefix in ("/v1", "/v1/v1"):
+        _add(app, "GET", f"{prefix}/models", models)
+        app.router.add_get(prefix + "/models/{id:.+}", model)
+        _add(app, "POST", f"{prefix}/chat/completions", chat_completions)
+
+
+def _add(app: web.Application, method: str, path: str, handler: Handler) -> None:
+    """With and without a slash at the end: a redirect would cost some clients their key."""
+    for spelling in {path, path.rstrip("/") + "/"}:
+        if method == "GET":
+            app.router.add_get(spelling, handler)
+        else:
+            app.router.add_route(method, spelling, handler, expect_handler=expect)
+
+
+def _fingerprint(identity: str, settings: Settings) -> str:
+    digest = hashlib.sha256(f"{identity}\n{to_json(numbers_of(settings))}".encode())
+    return f"tidelm-{digest.hexdigest()[:8]}"
+
+
+async def _encoders(app: web.Application) -> AsyncIterator[None]:
+    yield
+    app[CONTEXT].executor.shutdown(wait=False, cancel_futures=True)

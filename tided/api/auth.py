@@ -1,0 +1,56 @@
+"""API keys. A key is compared by its digest with every key there is, so time tells neither length nor place."""
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from tided.errors import ConfigError, RequestError
+
+
+class KeyRing:
+    """The keys that open the server; none: everybody may ask."""
+
+    def __init__(self, keys: tuple[str, ...] = ()) -> None:
+        self._digests = tuple(_digest(key) for key in keys)
+
+    @classmethod
+    def load(cls, path: str) -> Self:
+        """Keys of a file, one a line. An empty `path` is an open server; a file without keys is a mistake."""
+        if not path:
+            return cls()
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the API keys cannot be read: {error}", where=path) from error
+        keys = tuple(key for line in lines if (key := line.strip()))
+        if not keys:
+            raise ConfigError("holds no API key", where=path, hint="Write one key a line, or set no file.")
+        return cls(keys)
+
+    @property
+    def open(self) -> bool:
+        return not self._digests
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raises 401 unless a credential is right; the same words for a missing and a wrong one."""
+        given = [_bearer(headers.get("Authorization", "")), headers.get("x-api-key", "")]
+        # A list, not `any` over a generator: every credential meets every key.
+        matches = [hmac.compare_digest(_digest(key), known) for key in given for known in self._digests]
+        if not self.open and not any(matches):
+            raise RequestError(
+                "A valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+                status=401,
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+
+
+def _bearer(header: str) -> str:
+    scheme, _, key = header.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

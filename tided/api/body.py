@@ -1,0 +1,96 @@
+"""A request's body as a JSON object, within every limit."""
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from tided.api.errors import too_large
+from tided.chat.text import well_formed
+from tided.errors import RequestError
+
+MAX_DEPTH, MAX_DIGITS = 128, 1000
+
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+async def read_body(request: web.Request, limit_bytes: int, timeout_s: float) -> bytes:
+    """The whole body, decompressed. Reading stops at the limit: what a bomb would unfold to is never in memory."""
+    if (request.content_length or 0) > limit_bytes:
+        raise too_large(limit_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await request.read()
+    except TimeoutError:
+        raise RequestError("The request's body did not arrive in time.", status=408, kind="timeout_error") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large(limit_bytes) from None
+    except (HttpProcessingError, web.RequestPayloadError):
+        raise RequestError("The request's body cannot be decoded.") from None
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Unpaired surrogates become U+FFFD; of a key given twice the last value counts."""
+    try:
+        text = body.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_finite)
+    except UnicodeDecodeError:
+        raise RequestError("The request's body is not UTF-8.") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:  # its text tells a place, not a value
+        raise RequestError(f"The request's body is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise RequestError("The request's body is not a JSON object.")
+    _check_depth(value)
+    cleaned = _well_formed(value) if _SURROGATE_ESCAPE.search(text) else value
+    return dict(cleaned)
+
+
+def _check_depth(value: Any) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for parent in level for child in _containers(parent)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _containers(parent: Any) -> Iterator[Any]:
+    children = parent.values() if isinstance(parent, dict) else parent
+    return (child for child in children if isinstance(child, (dict, list)))
+
+
+def _well_formed(value: Any) -> Any:
+    if isinstance(value, str):
+        return well_formed(value)
+    if isinstance(value, list):
+        return [_well_formed(entry) for entry in value]
+    if isinstance(value, dict):
+        return {well_formed(key): _well_formed(entry) for key, entry in value.items()}
+    return value
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"The request's body is nested deeper than {MAX_DEPTH} levels.")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError("a number too large")
+    return value

@@ -1,0 +1,118 @@
+"""The body of POST /v1/chat/completions, checked and resolved."""
+
+import secrets
+
+import msgspec
+
+from tided.api.fields import INT64_MAX, Fields, refuse
+from tided.api.messages import has_image, parse_messages, parse_tools
+from tided.api.thinking import resolve_thinking
+from tided.api.unbuilt import refuse_unbuilt
+from tided.chat.messages import Conversation, Message
+from tided.engine.types import Sampling
+
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_IDS = 16, 256, 64
+DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 1.0, 0.95
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`max_tokens` None: the default limit. `max_calls`: the answer ends after that many tool calls."""
+
+    conversation: Conversation
+    sampling: Sampling
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+    ignore_eos: bool
+    max_calls: int | None
+    stream: bool
+    usage_chunk: bool
+    usage_everywhere: bool
+    show_reasoning: bool
+    show_stats: bool
+
+
+def parse_chat_request(body: Fields, vocabulary_tokens: int) -> ChatRequest:
+    body.string("model")
+    refuse_unbuilt(body)
+    options = body.fields("stream_options")
+    return ChatRequest(
+        conversation=_conversation(body),
+        sampling=_sampling(body, vocabulary_tokens),
+        max_tokens=_max_tokens(body),
+        stops=_stops(body),
+        stop_ids=_stop_ids(body, vocabulary_tokens),
+        ignore_eos=body.boolean("ignore_eos") or False,
+        max_calls=1 if body.boolean("parallel_tool_calls") is False else None,
+        stream=body.boolean("stream") or False,
+        usage_chunk=options.boolean("include_usage") or False,
+        usage_everywhere=options.boolean("continuous_usage_stats") or False,
+        show_reasoning=body.boolean("include_reasoning") is not False
+        and body.fields("reasoning").boolean("exclude") is not True,
+        show_stats=body.boolean("x_engine_stats") is not False,
+    )
+
+
+def _conversation(body: Fields) -> Conversation:
+    messages = parse_messages(body)
+    if has_image(messages):
+        refuse("messages", "images are not supported by this server", code="image_input_not_supported")
+    tools = parse_tools(body)
+    thinking, effort = resolve_thinking(body)
+    return Conversation(
+        messages=messages,
+        tools=() if body.get("tool_choice") == "none" else tools,
+        thinking=thinking,
+        effort=effort,
+        continue_final=_continues(body, messages),
+    )
+
+
+def _continues(body: Fields, messages: tuple[Message, ...]) -> bool:
+    """Whether the last message is an answer to go on with. `prefix` on that message is DeepSeek's way to say so."""
+    last = len(messages) - 1
+    wanted = body.boolean("continue_final_message")
+    generation = body.boolean("add_generation_prompt")
+    if wanted and generation:
+        refuse("add_generation_prompt", "contradicts continue_final_message")
+    if generation is False and not wanted:
+        refuse("add_generation_prompt", "false is only supported with continue_final_message")
+    prefix = Fields(body.values["messages"][last], f"messages[{last}].").boolean("prefix")
+    if not (wanted or prefix):
+        return False
+    if messages[last].role != "assistant" or messages[last].calls:
+        refuse(f"messages[{last}]", "only an assistant message without tool calls can be continued")
+    return True
+
+
+def _sampling(body: Fields, vocabulary_tokens: int) -> Sampling:
+    top_k = body.integer("top_k", -1) or 0
+    seed = body.integer("seed", -INT64_MAX - 1)
+    return Sampling(
+        temperature=body.number("temperature", DEFAULT_TEMPERATURE, 0, 2),
+        top_p=body.number("top_p", DEFAULT_TOP_P, 0, 1, low_open=True),
+        top_k=top_k if 0 < top_k < vocabulary_tokens else 0,
+        min_p=body.number("min_p", 0.0, 0, 1),
+        seed=secrets.randbits(63) if seed is None else seed,
+    )
+
+
+def _max_tokens(body: Fields) -> int | None:
+    limits = [body.integer(name, 1) for name in ("max_completion_tokens", "max_tokens")]
+    return next((limit for limit in limits if limit is not None), None)
+
+
+def _stops(body: Fields) -> tuple[str, ...]:
+    given = body.get("stop")
+    stops = [given] if isinstance(given, str) else body.array("stop", MAX_STOPS) or []
+    for index, stop in enumerate(stops):
+        if not isinstance(stop, str) or len(stop) > MAX_STOP_CHARACTERS:
+            refuse(f"stop[{index}]", f"expected a string of at most {MAX_STOP_CHARACTERS} characters")
+    return tuple(dict.fromkeys(stop for stop in stops if stop))
+
+
+def _stop_ids(body: Fields, vocabulary_tokens: int) -> tuple[int, ...]:
+    given = body.array("stop_token_ids", MAX_STOP_IDS) or []
+    entries = Fields({str(index): value for index, value in enumerate(given)}, "stop_token_ids.")
+    ids = [entries.integer(str(index), 0, vocabulary_tokens - 1) for index in range(len(given))]
+    return tuple(token_id for token_id in ids if token_id is not None)

@@ -1,0 +1,55 @@
+"""What every handler needs, made once when the application is built."""
+
+import time
+from collections import deque
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from statistics import median
+
+from aiohttp import web
+
+from tided.api.auth import KeyRing
+from tided.api.generation import Generation
+from tided.api.ports import Engine, Limits
+from tided.chat.tokenizer import Tokenizer
+from tided.settings import Settings
+
+_RETRY_MOST_S, _RETRY_DRAINING_S = 60, 30
+
+
+@dataclass(frozen=True)
+class Context:
+    """`context_tokens`: the most that one request may hold; `fingerprint` changes with weights and numbers."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    settings: Settings
+    keys: KeyRing
+    limits: Limits
+    executor: Executor
+    fingerprint: str
+    context_tokens: int
+    started_s: float = field(default_factory=time.monotonic)
+    created: int = field(default_factory=lambda: int(time.time()))
+    request_times_s: deque[float] = field(default_factory=lambda: deque([1.0], maxlen=32))
+
+    def retry_after_s(self) -> int:
+        """When a refused client may try again: the time in which the queue before it should be done."""
+        health = self.engine.health()
+        if health["state"] == "draining":
+            return _RETRY_DRAINING_S
+        waiting_s = median(self.request_times_s) * (health["queue"] + 1) / health["lanes"]["total"]
+        return max(1, min(_RETRY_MOST_S, round(waiting_s)))
+
+
+@dataclass
+class Note:
+    """What the log line of a request will tell. Never a text."""
+
+    request_id: str
+    outcome: str = ""
+    generation: Generation | None = None
+
+
+CONTEXT: web.AppKey[Context] = web.AppKey("context", Context)
+NOTE = "tided.note"

@@ -1,0 +1,63 @@
+"""Every refusal in OpenAI's shape: one line that says what is wrong, never a trace and never a path."""
+
+import logging
+import traceback
+from typing import Any
+
+from aiohttp import web
+
+from tided.api.json_text import to_json
+from tided.chat.text import shorten
+from tided.errors import RequestError, TideError
+
+log = logging.getLogger("tided.api")
+
+_HTTP: dict[int, tuple[str, str]] = {
+    404: ("not_found", "There is nothing at this path."),
+    405: ("method_not_allowed", "This path does not take this method."),
+    413: ("request_too_large", "The request's body is too large."),
+}
+
+
+def unavailable(what: str) -> RequestError:
+    return RequestError(what, status=503, kind="server_error", code="engine_unavailable")
+
+
+def engine_failed(what: str) -> RequestError:
+    return RequestError(what, status=500, kind="server_error", code="engine_error")
+
+
+def too_large(limit_bytes: int) -> RequestError:
+    return RequestError(f"The request's body is larger than {limit_bytes} bytes.", status=413, code="request_too_large")
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """The fault as a client may see it. What nobody foresaw is logged by its place, without the values it speaks of."""
+    if isinstance(error, RequestError):
+        # What is not served is one code for clients, whatever the state behind it.
+        return unavailable(str(error)) if error.status == 503 else error
+    if isinstance(error, web.HTTPException):
+        code, what = _HTTP.get(error.status, (None, error.reason))
+        return RequestError(what, status=error.status, code=code)
+    if isinstance(error, TideError):
+        return unavailable(error.what)
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    log.error("unexpected %s while answering:\n%s", type(error).__name__, frames)
+    return engine_failed("The server failed while answering this request.")
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    message = shorten(error, 1000)
+    return {"error": {"message": message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def error_response(error: RequestError, retry_after_s: int) -> web.Response:
+    response = web.Response(
+        status=error.status, text=to_json(error_body(error)), content_type="application/json", charset="utf-8"
+    )
+    response.headers["x-should-retry"] = "true" if error.status in (429, 503) else "false"
+    if error.status in (429, 503):
+        response.headers["Retry-After"] = str(retry_after_s)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response

@@ -1,0 +1,142 @@
+"""One running answer: the engine's events in, pieces of the answer out."""
+
+import asyncio
+from typing import Any
+
+from tided.api.errors import engine_failed, unavailable
+from tided.api.ports import Engine
+from tided.api.prepare import Prepared
+from tided.chat.deepseek_v41_tools import END_THINK
+from tided.chat.deltas import Delta, merged
+from tided.chat.markers import MARKER_TOKENS
+from tided.chat.parse import OutputParser
+from tided.chat.tokenizer import Tokenizer
+from tided.engine.types import Event, Failed, Finished, Started, Tokens
+
+
+class AnswerReader:
+    """Token ids to pieces of the answer, with the counts of its usage."""
+
+    def __init__(self, prepared: Prepared, tokenizer: Tokenizer) -> None:
+        chat, ids = prepared.chat, tokenizer.special_ids
+        tools = chat.conversation.tools
+        self.parser = OutputParser(
+            start=prepared.prompt.start,
+            leading=prepared.prompt.leading,
+            stops=chat.stops,
+            tools=tools or None,
+            max_calls=chat.max_calls,
+        )
+        self.tokens = self.reasoning_tokens = 0
+        self._decoder = tokenizer.decoder({ids[spelling]: private for spelling, private in MARKER_TOKENS.items()})
+        self._end_think = ids[END_THINK]
+
+    def feed(self, token_ids: list[int]) -> list[Delta]:
+        """Tokens after the end of the answer (behind a stop string, after the calls) do not count."""
+        out: list[Delta] = []
+        for token_id in token_ids:
+            if self.parser.done:
+                break
+            self.tokens += 1
+            self.reasoning_tokens += self.parser.state == "reasoning" and token_id != self._end_think
+            out += self.parser.feed(self._decoder.feed([token_id]))
+        return list(merged(out))
+
+    def finish(self, event: Finished) -> list[Delta]:
+        reason = "length" if event.reason == "length" else "stop"
+        return list(merged(self.parser.feed(self._decoder.flush()) + self.parser.finish(reason)))
+
+
+class Generation:
+    """Submits on creation. `close` in any case: an answer that is left before its end is cancelled, once."""
+
+    def __init__(self, engine: Engine, prepared: Prepared, tokenizer: Tokenizer) -> None:
+        self.prepared = prepared
+        self.reader = AnswerReader(prepared, tokenizer)
+        self.started = self.over = False
+        self.stats: dict[str, Any] = {}
+        self._engine_tokens: int | None = None
+        self._engine = engine
+        self._cancelled = False
+        self._events = engine.submit(prepared.request)
+
+    async def next(self, timeout_s: float) -> list[Delta] | None:
+        """The next pieces, possibly none; None when nothing came in time. Raises the engine's fault."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                event = await anext(self._events)
+        except TimeoutError:
+            # The answer is complete; only the engine's figures of it are missing, and they have had their time.
+            self.over = self._cancelled
+            return None
+        except StopAsyncIteration:
+            raise engine_failed("The engine gave this request up.") from None
+        return self._read(event)
+
+    def _read(self, event: Event) -> list[Delta]:
+        match event:
+            case Started():
+                self.started = True
+                return []
+            case Tokens(token_ids=token_ids):
+                self.started = True
+                complete = self.reader.parser.done
+                pieces = self.reader.feed(token_ids)
+                # After a call block only the end token should follow: what follows instead is not worth computing.
+                if self.reader.parser.stop_string is not None or complete:
+                    self._cancel()
+                return pieces
+            case Finished():
+                return self._finish(event)
+            case Failed(message=message):
+                self.over = True
+                raise engine_failed(f"The engine failed: {message}")
+
+    def _finish(self, event: Finished) -> list[Delta]:
+        self.over, self.stats = True, event.stats
+        if event.reason == "cancelled" and not self.reader.parser.done:
+            raise unavailable("The server is shutting down; the answer is not complete.")
+        if event.reason != "cancelled":
+            self._engine_tokens = event.completion_tokens
+        return self.reader.finish(event)
+
+    def close(self) -> None:
+        if not self.over:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if not self._cancelled:
+            self._cancelled = True
+            self._engine.cancel(self.prepared.request.request_id)
+
+    # The answer's figures
+
+    def usage(self) -> dict[str, Any]:
+        prompt, completion = len(self.prepared.request.prompt_ids), self.completion_tokens
+        cached = int(self.stats.get("cached_tokens") or 0)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached, "image_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.reader.reasoning_tokens},
+            "prompt_cache_hit_tokens": cached,
+            "prompt_cache_miss_tokens": prompt - cached,
+        }
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens kept: with the end token when the answer ended by itself, without those drawn behind a stop string."""
+        ended = self._engine_tokens is not None and self.reader.parser.stop_string is None
+        return self._engine_tokens if ended and self._engine_tokens is not None else self.reader.tokens
+
+    def engine_stats(self) -> dict[str, Any]:
+        conversation = self.prepared.chat.conversation
+        return {
+            **self.stats,
+            "prompt_tokens": len(self.prepared.request.prompt_ids),
+            "completion_tokens": self.completion_tokens,
+            "thinking": conversation.thinking,
+            "effort": conversation.effort if conversation.thinking else None,
+            "seed": self.prepared.request.sampling.seed,
+        }

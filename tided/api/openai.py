@@ -1,0 +1,73 @@
+"""POST /v1/chat/completions."""
+
+import asyncio
+
+from aiohttp import web
+
+from tided.api.body import read_body
+from tided.api.context import CONTEXT, NOTE, Context
+from tided.api.errors import as_request_error, error_body
+from tided.api.generation import Generation
+from tided.api.json_text import to_json
+from tided.api.openai_wire import ChatWire
+from tided.api.prepare import Prepared, prepare
+from tided.api.sse import DONE, EventStream, ReaderStalledError
+from tided.chat.deltas import Delta
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    context = request.app[CONTEXT]
+    prepared = await _prepare(request, context)
+    generation = Generation(context.engine, prepared, context.tokenizer)
+    request[NOTE].generation = generation
+    wire = ChatWire(generation, context.settings.model.served_name, context.fingerprint)
+    try:
+        if prepared.chat.stream:
+            return await _stream(request, context, generation, wire)
+        return await _whole(context, generation, wire)
+    finally:
+        # Also when the client has gone: the handler is cancelled then, wherever it waits.
+        generation.close()
+
+
+async def _prepare(request: web.Request, context: Context) -> Prepared:
+    body = await read_body(request, context.settings.server.max_body_bytes, context.limits.body_s)
+    loop = asyncio.get_running_loop()
+    prepared = await loop.run_in_executor(context.executor, prepare, body, context.tokenizer, context.context_tokens)
+    if request.headers.get("x-engine-stats") == "0":
+        return prepared.without_stats()
+    return prepared
+
+
+async def _whole(context: Context, generation: Generation, wire: ChatWire) -> web.Response:
+    deltas: list[Delta] = []
+    while not generation.over:
+        deltas += await generation.next(context.limits.keepalive_s) or ()
+    return web.Response(text=to_json(wire.reply(deltas)), content_type="application/json", charset="utf-8")
+
+
+async def _stream(request: web.Request, context: Context, generation: Generation, wire: ChatWire) -> web.StreamResponse:
+    stream = EventStream(request, context.limits.stall_s)
+    try:
+        await stream.open()
+        await _send_answer(stream, context.limits.keepalive_s, generation, wire)
+        return await stream.close()
+    except (ReaderStalledError, TimeoutError, ConnectionError):
+        request[NOTE].outcome = "reader gone"
+        return stream.abort()
+
+
+async def _send_answer(stream: EventStream, keepalive_s: float, generation: Generation, wire: ChatWire) -> None:
+    """The status is sent: from here on a fault is an event of the stream."""
+    try:
+        while not generation.over:
+            deltas = await generation.next(keepalive_s)
+            if deltas is None:
+                await stream.comment("keep-alive")
+                continue
+            await stream.send([*(wire.begin() if generation.started else ()), *wire.chunks(deltas)])
+        await stream.send(wire.end(), DONE)
+    except (ReaderStalledError, ConnectionError):
+        raise
+    except Exception as error:
+        await stream.send([error_body(as_request_error(error))], DONE)

@@ -1,0 +1,37 @@
+"""What the API needs of its neighbours, and its own time limits."""
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import msgspec
+
+from tided.engine.types import Event, Request
+
+
+class Engine(Protocol):
+    """`tided.engine.client.EngineClient`, as far as the API uses it. All of it runs on the loop and never blocks."""
+
+    def submit(self, request: Request) -> AsyncIterator[Event]:
+        """Queues a request. Raises `QueueFullError`, or a `RequestError` 503 when nothing is served, at once.
+
+        A wait for the next event may be given up and taken up again; events that came together come joined.
+        """
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Asks for the end of a request, wherever it is; does nothing when it has ended."""
+        ...
+
+    def health(self) -> dict[str, Any]:
+        """`state` (starting, ready, draining, fault), `fault`, `lanes` {total, busy}, `queue`, `busy`."""
+        ...
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds. `keepalive_s`: longest silence of a stream; `stall_s`: longest wait for a reader; `body_s`: for a body;
+    `idle_s`: how long an unused connection stays open (clients reuse them; a shorter time looks like a reset)."""
+
+    keepalive_s: float = 5.0
+    stall_s: float = 60.0
+    body_s: float = 60.0
+    idle_s: float = 90.0

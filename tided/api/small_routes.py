@@ -1,0 +1,86 @@
+"""GET /, /health and /v1/models: they wait for no lane and for no device."""
+
+import time
+import typing
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from tided.api.context import CONTEXT, Context
+from tided.api.json_text import to_json
+from tided.errors import RequestError
+from tided.settings import Settings
+
+_STATUS = {"ready": "ok", "starting": "loading", "draining": "draining", "fault": "fault"}
+
+
+async def root(_: web.Request) -> web.Response:
+    return _json({"status": "ok", "engine": "tidelm"})
+
+
+async def health(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    engine = dict(context.engine.health())
+    status, fault = _STATUS[engine.pop("state")], engine.pop("fault", "")
+    body = {
+        "status": status,
+        "engine": "tidelm",
+        "model": context.settings.model.served_name,
+        **engine,
+        "max_context": context.context_tokens,
+        "uptime_s": round(time.monotonic() - context.started_s, 3),
+        "engine_config": numbers_of(context.settings),
+    }
+    return _json(body | ({"fault": fault} if fault else {}), status=200 if status == "ok" else 503)
+
+
+async def models(request: web.Request) -> web.Response:
+    card = _card(request.app[CONTEXT])
+    page = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
+    return _json({"object": "list", "data": [card], **page})
+
+
+async def model(request: web.Request) -> web.Response:
+    card = _card(request.app[CONTEXT])
+    if request.match_info["id"].rstrip("/") != card["id"]:
+        raise RequestError(f"The model served here is {card['id']}.", status=404, code="model_not_found", param="model")
+    return _json(card)
+
+
+def numbers_of(settings: Settings) -> dict[str, dict[str, Any]]:
+    """The settings that change what is computed, by section: by their kind no path, no address, no key is among them."""
+    return {
+        section: {
+            name: msgspec.to_builtins(getattr(getattr(settings, section), name))
+            for name, hint in typing.get_type_hints(kind, include_extras=True).items()
+            if any((getattr(meta, "extra", None) or {}).get("affects") == "numbers" for meta in _metas(hint))
+        }
+        for section, kind in typing.get_type_hints(Settings).items()
+    }
+
+
+def _metas(hint: Any) -> tuple[Any, ...]:
+    return getattr(hint, "__metadata__", ())
+
+
+def _card(context: Context) -> dict[str, Any]:
+    name = context.settings.model.served_name
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "tidelm",
+        "max_model_len": context.context_tokens,
+        "context_length": context.context_tokens,
+        "max_output_tokens": context.context_tokens - 1,
+        "capabilities": {"vision": False, "tools": True, "reasoning": True},
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(context.created, UTC).isoformat().replace("+00:00", "Z"),
+    }
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(status=status, text=to_json(body), content_type="application/json", charset="utf-8")
