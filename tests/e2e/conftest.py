@@ -1,0 +1,79 @@
+"""The bundled mini model on real ranks, as a user starts it."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.daemon.helpers import Running, running
+
+ROOT = Path(__file__).parents[2]
+
+
+def mini(*, resident: int = 312, lanes: int = 2, queue: int = 64, extra: str = "") -> str:
+    """The bundled profile without its ports; a short context keeps starts quick."""
+    return f"""
+[model]
+path = "{ROOT}/minis/deepseek"
+served_name = "mini-deepseek"
+prefill_chunk_tokens = 64
+[experts]
+resident = {resident}
+[tide]
+seed = "{ROOT}/minis/deepseek/demand-seed.json"
+[cache]
+context_tokens = 1024
+pool_tokens = 2048
+[engine]
+lanes = {lanes}
+queue = {queue}
+guard_every_steps = 8
+{extra}
+"""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two ranks at 65 % of the experts, shared by the tests of a module that leave it alive."""
+    with running(mini(), tmp_path_factory.mktemp("pair")) as started:
+        yield started
+
+
+def ask(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 48} | fields
+
+
+async def post(url: str, body: Any) -> tuple[int, dict[str, Any]]:
+    data = body if isinstance(body, (bytes, str)) else json.dumps(body)
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session,
+        session.post(f"{url}/v1/chat/completions", data=data) as reply,
+    ):
+        return reply.status, await reply.json()
+
+
+async def get(url: str, path: str) -> tuple[int, dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}{path}") as reply:
+        return reply.status, await reply.json()
+
+
+def answer(reply: tuple[int, dict[str, Any]]) -> str:
+    status, body = reply
+    assert status == 200, body
+    return str(body["choices"][0]["message"]["content"])
+
+
+async def chunks(reply: aiohttp.ClientResponse) -> list[Any]:
+    """The data of a stream's events, up to [DONE] or the end of the connection."""
+    found: list[Any] = []
+    try:
+        async for line in reply.content:
+            if line.startswith(b"data: "):
+                found.append("[DONE]" if line.strip() == b"data: [DONE]" else json.loads(line[6:]))
+    except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, asyncio.IncompleteReadError):
+        found.append("broken")
+    return found

@@ -1,0 +1,38 @@
+"""C5 and C9 over HTTP, with the whole set resident so that nothing but the engine decides."""
+
+import asyncio
+
+import pytest
+
+from tests.daemon.helpers import running
+from tests.e2e.conftest import answer, ask, mini, post
+
+pytestmark = pytest.mark.xdist_group("serving")
+QUESTION = "Tell me about Japan."
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    with running(mini(resident=480), tmp_path_factory.mktemp("whole")) as started:
+        yield started
+
+
+async def test_a_seeded_request_repeats_whatever_runs_beside_it(whole):
+    body = ask(QUESTION, temperature=1.2, seed=77, max_tokens=40)
+    alone = answer(await post(whole.url, body))
+    noisy = [ask(f"Tell me a story about {x}.", temperature=1, max_tokens=60) for x in ("a fox", "the sea")]
+    beside, *_ = await asyncio.gather(post(whole.url, body), *(post(whole.url, other) for other in noisy))
+    assert answer(beside) == alone
+    assert answer(await post(whole.url, body | {"seed": 78})) != alone
+
+
+async def test_a_greedy_answer_is_the_same_alone_and_beside_another_lane(whole):
+    alone = answer(await post(whole.url, ask(QUESTION)))
+    beside, _ = await asyncio.gather(post(whole.url, ask(QUESTION)), post(whole.url, ask("What is 12 + 30?")))
+    assert answer(beside) == alone
+
+
+async def test_with_every_expert_resident_nothing_is_substituted(whole):
+    _, reply = await post(whole.url, ask(QUESTION))
+    assert reply["x_engine_stats"]["substituted_weight_share"] == 0
+    assert reply["x_engine_stats"]["expert_misses"] == 0

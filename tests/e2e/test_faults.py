@@ -1,0 +1,59 @@
+"""C10: a rank that dies or hangs while an answer streams. Named for what users saw elsewhere: a pair that hangs until a
+timeout of many minutes, a dead worker that stalls the head for ever."""
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.daemon.helpers import running, started, until
+from tests.e2e.conftest import answer, ask, chunks, mini, post
+
+pytestmark = pytest.mark.xdist_group("faults")
+LIMIT_S = 5.0
+
+
+async def stream_until(pair, strike):
+    """Streams an answer, calls `strike` after its first words, returns the events and the seconds from then on."""
+    body = ask("Tell me a long story about the sea.", temperature=1, max_tokens=800, stream=True)
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.post(f"{pair.url}/v1/chat/completions", json=body) as reply,
+    ):
+        for _ in range(6):
+            await reply.content.readline()
+        strike()
+        began = time.monotonic()
+        events = await chunks(reply)
+        return events, time.monotonic() - began
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dead_or_stuck_rank_ends_the_pair_within_seconds_and_it_starts_again(tmp_path, rank, number):
+    with running(mini(), tmp_path) as pair:
+        pids = pair.pids
+        events, seconds = asyncio.run(stream_until(pair, lambda: pair.kill(rank, number)))
+        assert seconds < LIMIT_S
+        if rank == 1:  # rank 0 holds the connection and can say so
+            error = next(e for e in events if isinstance(e, dict) and "error" in e)
+            assert error["error"]["type"] == "server_error"
+            assert events[-1] == "[DONE]"
+        last = pair.ended()
+        assert last is not None
+        for pid in pids:
+            until(lambda pid=pid: not alive(pid))
+    with started(pair.profile, pair.state_dir, int(pair.url.rsplit(":", 1)[1])) as again:
+        again.handle.wait_ready(120)
+        assert answer(asyncio.run(post(again.url, ask("What is the capital of Italy?"))))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in {"Z", "X"}
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,139 @@
+"""One request's whole way, from HTTP over two ranks and back, at 65 % of the experts."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from tests.daemon.helpers import until
+from tests.e2e.conftest import answer, ask, chunks, get, mini, post
+
+pytestmark = pytest.mark.xdist_group("serving")
+SECRET = "zanzibar-quartz-lantern"
+
+
+async def test_an_answer_streams_with_usage_and_statistics(pair):
+    body = ask("Tell me about Japan.", stream=True, stream_options={"include_usage": True})
+    async with aiohttp.ClientSession() as session, session.post(f"{pair.url}/v1/chat/completions", json=body) as reply:
+        assert reply.status == 200
+        assert reply.headers["Content-Type"].startswith("text/event-stream")
+        events = await chunks(reply)
+    assert events[-1] == "[DONE]"
+    text = "".join(c["delta"].get("content") or "" for e in events[:-1] for c in e["choices"])
+    assert "Japan" in text
+    assert text.rstrip().endswith(".")
+    usage = next(e["usage"] for e in reversed(events[:-1]) if e.get("usage"))
+    stats = next(e["x_engine_stats"] for e in reversed(events[:-1]) if e.get("x_engine_stats"))
+    assert usage["completion_tokens"] == stats["completion_tokens"] > 5
+    assert stats["residency"]["residents"] == 312
+    assert 0 <= stats["substituted_weight_share"] < 0.5
+
+
+async def test_streamed_and_whole_answers_are_the_same(pair):
+    body = ask("What is the capital of Norway?", max_tokens=24)
+    whole = answer(await post(pair.url, body))
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{pair.url}/v1/chat/completions", json=body | {"stream": True}) as reply,
+    ):
+        events = await chunks(reply)
+    streamed = "".join(c["delta"].get("content") or "" for e in events[:-1] for c in e["choices"])
+    # Residents may change between two requests, so the two answers need not be equal: each is one whole sentence.
+    assert whole.strip()
+    assert streamed.strip()
+
+
+async def test_models_and_health(pair):
+    status, models = await get(pair.url, "/v1/models")
+    assert status == 200
+    assert models["data"][0]["id"] == "mini-deepseek"
+    status, health = await get(pair.url, "/health")
+    assert status == 200
+    assert health["status"] in {"ok", "ready"}
+
+
+BAD = [
+    pytest.param("{", None, id="not JSON"),
+    pytest.param("[]", None, id="not an object"),
+    pytest.param(json.dumps({"messages": []}), "messages", id="no messages"),
+    pytest.param(json.dumps(ask("x", temperature=1e9)), "temperature", id="absurd temperature"),
+    pytest.param(json.dumps(ask("x", temperature=True)), "temperature", id="boolean temperature"),
+    pytest.param('{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', None, id="NaN"),
+    pytest.param(json.dumps(ask("x", top_p=-1)), "top_p", id="negative top_p"),
+    pytest.param(json.dumps(ask("x", top_k=2**70)), "top_k", id="huge top_k"),
+    pytest.param(json.dumps(ask("x", seed=2**200)), "seed", id="huge seed"),
+    pytest.param(json.dumps(ask("x", max_tokens=-5)), "max_tokens", id="negative max_tokens"),
+    pytest.param(json.dumps(ask("word " * 3000)), "messages", id="prompt over the context"),
+    pytest.param("[" * 100_000, None, id="deep nesting"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD)
+async def test_bad_input_is_refused_in_the_api_s_shape_and_the_daemon_goes_on(pair, body, param):
+    status, reply = await post(pair.url, body)
+    assert status == 400, reply
+    assert reply["error"]["type"] == "invalid_request_error"
+    assert reply["error"]["param"] == param
+    assert "\n" not in reply["error"]["message"]
+    assert (await get(pair.url, "/health"))[0] == 200
+
+
+async def test_a_prompt_over_the_context_is_refused_with_the_words_clients_look_for(pair):
+    _, reply = await post(pair.url, ask("word " * 3000))
+    assert reply["error"]["code"] == "context_length_exceeded"
+    assert "maximum context length is 1024 tokens" in reply["error"]["message"]
+
+
+async def test_a_disconnect_cancels_at_once(pair):
+    body = ask("Tell me a long story about a fox.", max_tokens=600, temperature=1, stream=True)
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{pair.url}/v1/chat/completions", json=body) as reply:
+            await reply.content.readline()
+        await session.close()
+
+    async def idle():
+        while (await get(pair.url, "/health"))[1]["lanes"]["busy"]:
+            await asyncio.sleep(0.05)
+
+    await asyncio.wait_for(idle(), 5)
+
+
+async def test_no_prompt_or_answer_text_in_logs_state_or_history(pair):
+    reply = await post(pair.url, ask(f"Repeat after me: {SECRET}", max_tokens=12))
+    said = answer(reply)
+    for file in pair.state_dir.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            held = file.read_bytes()
+            assert SECRET.encode() not in held, file
+            if len(said) > 12:
+                assert said.encode() not in held, file
+    until(lambda: "completion_tokens" in pair.log(0) or "tokens" in pair.log(0))
+
+
+async def test_more_requests_than_lanes_wait_in_order_and_all_are_answered(pair):
+    replies = await asyncio.gather(*(post(pair.url, ask(f"What is {n} + 2?", max_tokens=8)) for n in range(6)))
+    assert [status for status, _ in replies] == [200] * 6
+
+
+async def test_the_demand_of_answers_is_kept_and_moves_the_set(pair):
+    before = (await get(pair.url, "/health"))[1]
+    for _ in range(3):
+        await post(pair.url, ask("def parse(line):\n    return line.split()\n" * 12, max_tokens=4))
+    after = (await get(pair.url, "/health"))[1]
+    assert after["residency"]["residents"] == before["residency"]["residents"] == 312
+
+
+def test_a_full_queue_gets_429(tmp_path):
+    from tests.daemon.helpers import running
+
+    async def flood(url):
+        body = ask("Tell me a long story.", max_tokens=200, temperature=1)
+        return await asyncio.gather(*(post(url, body | {"max_tokens": 40}) for _ in range(6)))
+
+    with running(mini(lanes=1, queue=2), tmp_path, ranks=1) as single:
+        replies = asyncio.run(flood(single.url))
+    statuses = sorted(status for status, _ in replies)
+    assert statuses == [200, 200, 200, 429, 429, 429]
+    refused = next(body for status, body in replies if status == 429)
+    assert refused["error"]["code"] == "queue_full"
