@@ -106,7 +106,7 @@ def quantise_all(p: dict[str, Tensor]) -> dict[str, Tensor]:
     """fp32 parameters (experts stacked) -> tensors as they are stored, under their real names."""
     out: dict[str, Tensor] = {}
     for name, w in p.items():
-        w = w.detach().float().cpu()
+        w = w.detach().float()
         stem = name.removesuffix("weight")
         if ".ffn.experts." in name:
             head, tail = name.rsplit(".experts.", 1)
@@ -121,7 +121,7 @@ def quantise_all(p: dict[str, Tensor]) -> dict[str, Tensor]:
             out[name] = w
         else:
             out[name] = w.bfloat16()
-    return out
+    return {name: t.cpu() for name, t in out.items()}
 
 
 def shard_of(name: str, cfg: Config) -> int:

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from minis import layers as L
 from minis.config import Config
-from minis.model import Layout, Mode, Packed, Params, _gather, moe
-from minis.numerics import rms_norm, rope_frequencies, rope_table
+from minis.model import Layout, Mode, Packed, Params, _gather, first_stream, moe
+from minis.numerics import rms_norm, rope_on, rope_table
 
 
 @dataclass
@@ -41,9 +41,9 @@ def draft(p: Params, cfg: Config, lay: Layout, packed: Packed, mode: Mode, taps:
     ids = torch.cat((anchor.unsqueeze(-1), torch.full((b, n, k - 1), cfg.draft_noise, device=at.device)), -1)
     embed = p["embed.weight"].detach()
     h = F.embedding(ids, embed).to(mode.dtype).flatten(0, 2).unsqueeze(1).expand(-1, s, -1).contiguous()
-    pre = F.one_hot(torch.zeros(b * n * k, dtype=torch.long, device=h.device), s).float()
+    pre = first_stream(b * n * k, s, h.device)
     local = _gather(lay.position, at).unsqueeze(-1) + torch.arange(1, k + 1, device=at.device)
-    freq = rope_frequencies(cfg, False).to(at.device)
+    freq = rope_on(cfg, False, at.device)
     cos, sin = (v.flatten(0, 1) for v in rope_table(freq, local))  # [B * n, K, R/2]
     main_cos, main_sin = lay.rope[False]
     rows_at, rows_ok = window_positions(at, lay.start, cfg.window)

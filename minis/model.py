@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from minis import layers as L
 from minis.config import Config
 from minis.engram import Hasher
-from minis.numerics import rms_norm, rope_frequencies, rope_table
+from minis.numerics import rms_norm, rope_on, rope_table
 
 Params = dict[str, Tensor]
 Packed = dict[str, tuple[Tensor, ...]]
@@ -83,7 +83,7 @@ def make_layout(tokens: Tensor, cfg: Config, hasher: Hasher, flex: Callable[...,
     b, t = tokens.shape
     start = document_starts(tokens)
     position = torch.arange(t, device=tokens.device) - start
-    rope = {c: rope_table(rope_frequencies(cfg, c).to(tokens.device), position) for c in (False, True)}
+    rope = {c: rope_table(rope_on(cfg, c, tokens.device), position) for c in (False, True)}
     masks: dict[int, Any] = {}
     for ratio in sorted(set(cfg.ratios[: cfg.layers])):
         if flex is None:
@@ -235,6 +235,13 @@ def _probe(p: Params, a: str, layer: int, x: Tensor, qr: Tensor, q: Tensor, kv: 
     probe.targets.setdefault(source, []).append(target)
 
 
+def first_stream(n: int, streams: int, device: torch.device) -> Tensor:
+    """[n, streams]: the mix that layer 0 collapses with."""
+    pre = torch.zeros(n, streams, device=device)
+    pre[:, 0] = 1.0
+    return pre
+
+
 @dataclass
 class Trunk:
     """Result of the trunk."""
@@ -263,7 +270,7 @@ def trunk(p: Params, cfg: Config, lay: Layout, packed: Packed, mode: Mode, probe
     tap = mode.tap or (lambda _name, _value: None)
     e = F.embedding(lay.tokens, p["embed.weight"]).to(mode.dtype)
     h = e.flatten(0, 1).unsqueeze(1).expand(-1, cfg.streams, -1).contiguous()
-    pre = F.one_hot(torch.zeros(b * t, dtype=torch.long, device=h.device), cfg.streams).float()
+    pre = first_stream(b * t, cfg.streams, h.device)
     state, taps, all_picked = _Shared(), [], []
     for i in range(cfg.layers):
         name = f"layers.{i}"

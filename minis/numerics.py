@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -35,6 +36,12 @@ def rope_frequencies(cfg: Config, compressed: bool) -> Tensor:
         ramp = ((torch.arange(half, dtype=torch.float64) - low) / (high_f - low)).clamp(0, 1)
         freq = freq * (1 - ramp) + freq / cfg.yarn_factor * ramp
     return freq.float()
+
+
+@functools.lru_cache(maxsize=16)
+def rope_on(cfg: Config, compressed: bool, device: torch.device) -> Tensor:
+    """Frequencies on a device, made once: a captured step must not copy from the host."""
+    return rope_frequencies(cfg, compressed).to(device)
 
 
 def rope_table(freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

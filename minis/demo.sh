@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The mini model on two ranks: start, ask over HTTP, show what the engine says, stop.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export TIDE_STATE_DIR=${TIDE_STATE_DIR:-$PWD/build/demo}
+tidectl=.venv/bin/tidectl
+"$tidectl" start mini-deepseek
+trap '"$tidectl" stop' EXIT
+"$tidectl" chat "${QUESTION:-Tell me about Japan.}"
+"$tidectl" status
