@@ -155,6 +155,7 @@ class FakePilot:
     def __init__(self, prompt=(), idle=()) -> None:
         self.prompt, self.idle = list(prompt), list(idle)
         self.told: list[tuple[str, int]] = []
+        self.published: list = []
 
     def prompt_done(self, counts, mass, totals, tokens, *, lane):
         self.told.append(("prompt", int(counts.sum())))
@@ -163,6 +164,9 @@ class FakePilot:
 
     def request_done(self, counts, mass, totals, tokens, *, lane):
         self.told.append(("request", int(counts.sum())))
+
+    def applied(self, swaps):
+        self.published += list(swaps)
 
     def idle_plan(self):
         self.told.append(("idle", 0))

@@ -132,6 +132,7 @@ def test_the_prompts_plan_is_published_before_its_second_token():
     bench.submit(request("a", prompt=9, max_tokens=6))
     bench.finish()
     with_swaps = [step.seq for step in bench.link.sent if step.swaps]
+    assert pilot.published == SWAPS
     assert with_swaps == [3, 4]  # after chunks 1 and 2; two swaps a step
     assert [step.plan_version for step in bench.link.sent] == [0, 0, 1, 2, 2, 2, 2, 2]
     assert set(bench.engine.executor.residents.pairs) >= {in_ for _, in_ in SWAPS}

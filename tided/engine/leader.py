@@ -144,6 +144,8 @@ class LeaderEngine(Engine):
     def _account(self, step: Step, outcome: Outcome, seconds: float) -> None:
         if step.swaps:
             self.residency = _residency(self.executor)
+            if self._pilot:
+                self._pilot.applied([(swap.out, swap.in_) for swap in step.swaps])
             for running in self.scheduler.running.values():
                 self._open[running.request.request_id].swaps += len(step.swaps)
         if isinstance(step.work, Prefill):

@@ -65,6 +65,8 @@ def logits(
     Raises the ranks' own errors; PairError when a rank dies or `timeout_s` pass."""
     settings = target if isinstance(target, Settings) else settings_of(target)
     job = Job(_changed(settings, len(token_ids), chunk, ranks, resident, numerics), list(token_ids), decode)
+    if job.settings.parallel.ranks < 1:
+        raise UsageError(f"a model cannot be on {job.settings.parallel.ranks} ranks")
     opened = open_model(job.settings)
     _check(job, opened)
     if job.settings.parallel.ranks == 1:
@@ -161,8 +163,6 @@ def _check(job: Job, opened: OpenedModel) -> None:
         raise UsageError(f"{job.decode} tokens to decode of only {len(job.token_ids)}")
     if job.settings.model.prefill_chunk_tokens < 1:
         raise UsageError("a chunk holds at least one token")
-    if job.settings.parallel.ranks < 1:
-        raise UsageError(f"a model on {job.settings.parallel.ranks} ranks")
     for index, token in enumerate(job.token_ids):
         if not 0 <= token < opened.shape.vocab_size:
             raise UsageError(f"token {index} is {token}; this model's vocabulary has {opened.shape.vocab_size} tokens")

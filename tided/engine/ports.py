@@ -1,6 +1,6 @@
 """What the engine asks of the rooms beside it: residents, the demand pilot, the link between ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from numpy.typing import ArrayLike
@@ -32,7 +32,8 @@ class Residents(Protocol):
 
 class Pilot(Protocol):
     """Rank 0's owner of history and plans (`tided.tide.pilot`). counts, mass [layers, experts] and totals [4] are what
-    `DemandTap.take` gives, on CPU. A plan that was returned is applied: whole, and after those returned before it."""
+    `DemandTap.take` gives, on CPU. A plan is published in portions, in its order, and dropped for a newer one;
+    `applied` tells of each portion."""
 
     def prompt_done(
         self, counts: ArrayLike, mass: ArrayLike, totals: ArrayLike, tokens: int, *, lane: int
@@ -43,6 +44,8 @@ class Pilot(Protocol):
     ) -> None: ...
 
     def idle_plan(self) -> Sequence[PairSwap]: ...
+
+    def applied(self, swaps: Iterable[PairSwap]) -> None: ...
 
 
 class LeaderLink(Protocol):

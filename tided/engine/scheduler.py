@@ -50,7 +50,7 @@ class Scheduler:
         self.plan_version = 0
         self._free = deque(range(limits.lanes))
         self._release: list[int] = []
-        self._plans: deque[deque[Swap]] = deque()
+        self._plan: deque[Swap] = deque()
         self._prefilled_last = False
 
     @property
@@ -97,9 +97,10 @@ class Scheduler:
         return running
 
     def take_plan(self, swaps: Sequence[Swap]) -> None:
-        """The plan's swaps go with the next steps, after those of the plans before it."""
+        """The plan's swaps go with the next steps, in order. It knows the set as published, and newer traffic: what is
+        left of the plan before it is dropped. An empty plan has nothing to say and drops nothing."""
         if swaps:
-            self._plans.append(deque(swaps))
+            self._plan = deque(swaps)
 
     def can_admit(self) -> bool:
         if not self.waiting or not self._free:
@@ -118,7 +119,7 @@ class Scheduler:
         admit = []
         while self.can_admit():
             admit.append(self.admit())
-        swaps = self._next_swaps()
+        swaps = [self._plan.popleft() for _ in range(min(len(self._plan), self.limits.swaps))]
         work = self._next_work()
         if not (release or admit or swaps or work):
             return None
@@ -126,17 +127,6 @@ class Scheduler:
         self.plan_version += bool(swaps)
         due = self.seq % self.limits.guard_every_steps == 0
         return Step(self.seq, self.plan_version, release, admit, swaps, work, due)
-
-    def _next_swaps(self) -> list[Swap]:
-        """A portion of the oldest plan, so that no step waits for hundreds of reads. Portions never mix plans: what one
-        brings in, the next may take out. A plan with another one behind it goes whole, so two wait at most."""
-        if not self._plans:
-            return []
-        plan, more = self._plans[0], len(self._plans) > 1
-        portion = [plan.popleft() for _ in range(len(plan) if more else min(len(plan), self.limits.swaps))]
-        if not plan:
-            self._plans.popleft()
-        return portion
 
     def _next_work(self) -> Prefill | Decode | None:
         newcomer = next((running for running in self.running.values() if running.in_prefill), None)

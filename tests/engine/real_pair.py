@@ -1,0 +1,95 @@
+"""The golden checkpoint behind the real engine: one rank, or two as threads of this process."""
+
+import threading
+from pathlib import Path
+
+import torch
+from engine_fakes import Wire, tokens_of
+from msgspec.structs import replace
+
+from tided.control.lockstep import Solo
+from tided.engine.build import OpenedModel, build_rank, open_model, scheduler_limits
+from tided.engine.core import FollowerEngine
+from tided.engine.leader import LeaderEngine
+from tided.engine.offline import first_pairs, settings_of
+from tided.engine.scheduler import Scheduler
+from tided.engine.types import Finished
+from tided.models.parallel import Alone
+from tided.settings import Cache, Engine, Experts, Parallel
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "deepseek-v41"
+
+
+def opened(ranks: int = 1, resident: int = 80, numerics: str = "fp32", lanes: int = 2, **engine) -> OpenedModel:
+    settings = settings_of(GOLDEN)
+    return open_model(
+        replace(
+            settings,
+            model=replace(settings.model, numerics=numerics, prefill_chunk_tokens=16),
+            experts=Experts(resident=resident, spare_slots=3),
+            cache=Cache(context_tokens=256, pool_tokens=512),
+            engine=Engine(lanes=lanes, guard_every_steps=4, **engine),
+            parallel=Parallel(ranks=ranks),
+        )
+    )
+
+
+class ThreadGroup:
+    """A rank's view of a group of threads: parts are exchanged over a barrier and joined in rank order."""
+
+    def __init__(self, rank: int, parts: list, barrier: threading.Barrier) -> None:
+        self.rank, self.ranks = rank, len(parts)
+        self._parts, self._barrier = parts, barrier
+
+    def _gather(self, part: torch.Tensor) -> list[torch.Tensor]:
+        self._parts[self.rank] = part
+        self._barrier.wait(60)
+        parts = list(self._parts)
+        self._barrier.wait(60)
+        return parts
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        total, *others = self._gather(part)
+        for other in others:
+            total = total + other
+        return total
+
+    def concat(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._gather(part), dim=-1)
+
+
+class Served:
+    """What an engine said to the requests it was given."""
+
+    def __init__(self, model: OpenedModel, requests, pilot=None) -> None:
+        self.events, self.faults, self.pilot = [], [], pilot
+        pairs = pilot.boot_pairs() if pilot else first_pairs(model)
+        ranks = model.settings.parallel.ranks
+        parts, barrier = [None] * ranks, threading.Barrier(ranks)
+        groups = [ThreadGroup(rank, parts, barrier) for rank in range(ranks)] if ranks > 1 else [Alone()]
+        self.ranks = [build_rank(model, group, pairs, lambda *_: None) for group in groups]
+        self.link = Wire() if ranks > 1 else Solo()
+        others = [FollowerEngine(rank.executor, self.link, self.faults.append) for rank in self.ranks[1:]]
+        threads = [threading.Thread(target=engine.run) for engine in others]
+        for thread in threads:
+            thread.start()
+        scheduler = Scheduler(scheduler_limits(model.settings))
+        self.engine = LeaderEngine(
+            self.ranks[0].executor, scheduler, self.link, self.events.extend, self.faults.append, pilot
+        )
+        for request in requests:
+            self.engine.submit(request)
+        self.engine._take_in(0.0)
+        while self.engine.turn():
+            pass
+        self.engine.close("done")
+        self.engine.run()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+    def tokens(self, request_id: str) -> list[int]:
+        return tokens_of(self.events, request_id)
+
+    def stats(self, request_id: str) -> dict:
+        return next(e.stats for e in self.events if isinstance(e, Finished) and e.request_id == request_id)
