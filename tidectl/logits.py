@@ -4,32 +4,71 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from tided.errors import DataError, PermissionError_, UsageError
+from tidectl.output import Progress, emit, say
+from tided.errors import DataError, PermissionError_, UnavailableError, UsageError
+from tided.settings import Settings
 
 MAX_TOKENS_FILE_BYTES = 64 << 20
 
 
 class Options(NamedTuple):
-    """None: as the profile says; with a bare checkpoint one rank and all experts resident."""
+    """None: as the profile says; for a bare checkpoint one rank and all experts resident."""
 
-    chunk: int | None
-    ranks: int | None
-    resident: int | None
-    decode: int
+    chunk: int | None = None
+    ranks: int | None = None
+    resident: int | None = None
+    decode: int = 0
 
 
 def run(
     profile: Path | None, checkpoint: Path | None, tokens: Path, out: Path, options: Options, as_json: bool
 ) -> None:
     """Computes first and writes last: a failure leaves no file behind."""
-    if (profile is None) == (checkpoint is None):
-        raise UsageError("name either a profile or a checkpoint", hint="tidectl logits PROFILE ... | --checkpoint DIR")
+    target = _target(profile, checkpoint)
     ids = read_ids(tokens)
     if options.decode > len(ids):
         raise UsageError(f"--decode {options.decode} of only {len(ids)} tokens")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"there is no directory {out.absolute().parent} for --out")
-    raise NotImplementedError
+    shape = _compute(target, ids, out, options)
+    if as_json:
+        emit("logits/1", {"out": str(out), "key": "logits", "tokens": shape[0], "vocabulary": shape[1]})
+    else:
+        say(f"{out}: logits [{shape[0]} tokens, {shape[1]}] in fp32")
+
+
+def _target(profile: Path | None, checkpoint: Path | None) -> Settings | Path:
+    from tided.profile import load, refuse_missing, refuse_unread
+
+    if checkpoint is not None and profile is None:
+        return checkpoint
+    if profile is None or checkpoint is not None:
+        raise UsageError("name either a profile or a checkpoint", hint="tidectl logits PROFILE ... | --checkpoint DIR")
+    settings = load(profile)
+    refuse_unread(settings, profile)
+    refuse_missing(settings, profile)
+    return settings
+
+
+def _compute(target: Settings | Path, ids: list[int], out: Path, options: Options) -> tuple[int, int]:
+    """The shape of what was written. torch is imported here and nowhere else in tidectl."""
+    progress = Progress()
+    progress("loading the engine")
+    try:
+        from tided.engine import offline
+
+        def stage(what: str, done: int, total: int) -> None:
+            progress(f"{what} {done}/{total}" if total else what)
+
+        values = offline.logits(target, ids, **options._asdict(), progress=stage)
+        offline.write_logits(out, values)
+    except PermissionError as error:
+        raise PermissionError_("this user may not write the file", where=str(out)) from error
+    except OSError as error:
+        raise UnavailableError(f"the logits cannot be written ({error.strerror})", where=str(out)) from error
+    finally:
+        progress.close()
+    return values.shape[0], values.shape[1]
 
 
 def read_ids(path: Path) -> list[int]:

@@ -20,7 +20,7 @@ Exit codes:
   1    failed
   2    wrong usage
   3    not running
-  4    running, but not well
+  4    running, but not serving: starting, stopping, or in trouble
   65   a checkpoint or another file is missing or damaged
   69   something needed is not available: a port, a device, time
   70   the ranks failed
@@ -78,8 +78,13 @@ def start(profile: Profile, timeout: Timeout = 600, json: Json = False) -> None:
 
 
 @app.command()
-def stop(timeout: Timeout = 60, json: Json = False) -> None:
-    """Stop what runs; running requests may finish (server.drain_s)."""
+def stop(
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds until the ranks are killed; else server.drain_s and 20.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Stop what runs; running requests may finish first."""
     from tidectl import lifecycle
 
     lifecycle.stop(timeout, json)
@@ -115,9 +120,10 @@ def logs(
     json: Annotated[bool, typer.Option("--json", help="One JSON object; with --follow one a line.")] = False,
 ) -> None:
     """Show the logs of the ranks."""
-    from tidectl import logs
+    from tidectl import logs, state, supervisor
 
-    logs.show(rank, lines, follow, json)
+    directory = state.state_dir()
+    logs.show(directory, rank, lines, follow, json, lambda: supervisor.is_locked(directory))
 
 
 @app.command()

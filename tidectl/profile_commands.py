@@ -9,7 +9,7 @@ import msgspec
 from tidectl import profiles
 from tidectl.output import emit, say, styled
 from tided import profile
-from tided.profile.schema import SECTIONS, Key, value_of
+from tided.profile.schema import KEYS, SECTIONS, Key, value_of
 from tided.settings import Settings
 
 AFFECTS = {
@@ -47,8 +47,8 @@ def list_bundled(as_json: bool) -> None:
 def show(path: Path, as_json: bool) -> None:
     settings = profile.load(path)
     if as_json:
-        keys = [_row(settings, key) for keys in SECTIONS.values() for key in keys.values()]
-        emit("profile-show/1", {"file": str(path), "settings": msgspec.to_builtins(settings), "keys": keys})
+        rows = [_row(settings, key) for key in KEYS]
+        emit("profile-show/1", {"file": str(path), "settings": msgspec.to_builtins(settings), "keys": rows})
         return
     for section, keys in SECTIONS.items():
         print(styled(f"[{section}]", "1", sys.stdout))

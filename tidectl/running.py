@@ -1,5 +1,104 @@
-"""What runs here."""
+"""What runs on this machine, seen from outside: the supervisor's files, the processes, the server's own word."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tidectl import http, supervisor
+from tidectl.state import state_dir
+from tided.errors import TideError
+
+HEALTH_S = 2.0
+
+State = Literal["serving", "starting", "draining", "degraded", "stopped"]
+
+
+class Rank(NamedTuple):
+    """`since`: Unix time at which the phase began; 0 when the rank has said nothing yet."""
+
+    rank: int
+    pid: int
+    alive: bool
+    phase: str
+    since: float
+    message: str
+
+
+class Snapshot(NamedTuple):
+    """`health` is None where no server of this machine answers; `trouble` says in words what is not well."""
+
+    state: State
+    profile: str
+    url: str
+    started: float
+    ranks: list[Rank]
+    health: dict[str, Any] | None
+    trouble: list[str]
+    last: supervisor.Ended | None
+
+
+def look(directory: Path | None = None) -> Snapshot:
+    """Changes nothing, waits for at most `HEALTH_S`."""
+    now = supervisor.status(directory or state_dir())
+    if now.run is None:
+        state: State = "starting" if now.running else "stopped"
+        return Snapshot(state, "", "", 0.0, [], None, [], now.last)
+    ranks = [_rank(child, now) for child in now.run.ranks]
+    url = url_of(now)
+    health = _health(url) if url else None
+    trouble = _trouble(now, ranks, url, health)
+    return Snapshot(_state(ranks, trouble), now.run.profile, url, now.run.started, ranks, health, trouble, now.last)
 
 
 def running_url() -> str | None:
+    """Where the server of this machine answers, or None; never an error."""
+    with suppress(TideError, OSError):
+        return url_of(supervisor.status(state_dir())) or None
     return None
+
+
+def url_of(now: supervisor.Status) -> str:
+    """Rank 0 says its port, the profile says its address; "" where rank 0 does not serve here."""
+    port = next((rank.port for rank in now.ranks if rank.rank == 0 and now.run), 0)
+    if not port or now.run is None:
+        return ""
+    from tided.profile import load
+
+    host = "127.0.0.1"
+    with suppress(TideError):  # the profile was changed or removed since it was started
+        host = load(now.run.profile).server.host
+    return http.local_url(host, port)
+
+
+def _rank(child: supervisor.Child, now: supervisor.Status) -> Rank:
+    said = next((rank for rank in now.ranks if rank.rank == child.rank and rank.pid == child.process.pid), None)
+    alive = child.process.is_alive()
+    phase, since, message = (said.phase, said.since, said.message) if said else ("started", 0.0, "")
+    return Rank(child.rank, child.process.pid, alive, phase if alive else "ended", since, message)
+
+
+def _health(url: str) -> dict[str, Any] | None:
+    try:
+        return http.health(url, HEALTH_S)
+    except TideError:
+        return None
+
+
+def _trouble(now: supervisor.Status, ranks: list[Rank], url: str, health: dict[str, Any] | None) -> list[str]:
+    found = [] if now.running else ["the supervisor was killed: `tidectl stop` ends what is left of the ranks"]
+    found += [f"rank {rank.rank} has ended" for rank in ranks if not rank.alive]
+    found += [f"rank {rank.rank}: {rank.message}" for rank in ranks if rank.alive and rank.phase == "failed"]
+    if url and health is None:
+        found.append(f"{url}/health does not answer")
+    if health and health.get("fault"):
+        found.append(str(health["fault"]))
+    return found
+
+
+def _state(ranks: list[Rank], trouble: list[str]) -> State:
+    if trouble:
+        return "degraded"
+    phases = {rank.phase for rank in ranks}
+    if phases == {"ready"}:
+        return "serving"
+    return "draining" if phases & {"draining", "stopped"} else "starting"

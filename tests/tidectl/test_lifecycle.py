@@ -1,0 +1,285 @@
+"""start, stop, restart, status and logs over the real supervisor, with ranks that only pretend to load a model."""
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tidectl.canned import Tidectl
+from tidectl import lifecycle, preflight, supervisor
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_daemon.py")))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on, all different."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "a.safetensors").write_bytes(b"")
+    return write_profile(tmp_path / "pair.toml")
+
+
+def write_profile(path: Path) -> Path:
+    server, data, control = free_ports(3)
+    path.write_text(
+        f"[model]\npath = 'model'\nserved_name = 'mini'\n[experts]\nresident = 8\n"
+        f"[cache]\ncontext_tokens = 64\npool_tokens = 64\n[server]\nport = {server}\ndrain_s = 1\n"
+        f"[parallel]\nranks = 2\ncontrol_port = {min(control, 65534)}\ndata_port = {data}\n"
+    )
+    return path
+
+
+@pytest.fixture(autouse=True)
+def ranks_of_our_own(monkeypatch: pytest.MonkeyPatch, state: Path) -> Iterator[None]:
+    monkeypatch.setattr(supervisor, "start", functools.partial(supervisor.start, program=FAKE))
+    monkeypatch.delenv("FAKE_DAEMON", raising=False)
+    yield
+    if (state / "lock").exists() and supervisor.status(state).run:
+        supervisor.stop(state, 0.5)
+
+
+def test_start_status_logs_stop(tidectl: Tidectl, profile: Path, state: Path) -> None:
+    url = f"http://127.0.0.1:{supervisor_port(profile)}"
+    started = tidectl("start", str(profile))
+    assert (started.exit_code, started.stdout) == (0, "")
+    assert f"pair serves at {url}" in started.stderr
+    assert state.stat().st_mode & 0o777 == 0o700
+
+    status = tidectl("status")
+    assert status.exit_code == 0
+    rows = dict(line.split(maxsplit=1) for line in status.stdout.replace("rank ", "rank-").splitlines())
+    assert rows["state"].startswith("serving")
+    assert rows["profile"] == str(profile)
+    assert rows["url"] == url
+    assert (rows["model"], rows["lanes"]) == ("mini", "1 of 2 busy, 4 waiting")
+    assert rows["residents"] == "312 of 480 experts (65.0 %), plan 3"
+    assert rows["rank-0"].startswith("ready")
+    assert rows["rank-1"].startswith("ready")
+
+    as_json = json.loads(tidectl("status", "--json").stdout)
+    assert (as_json["schema"], as_json["state"], as_json["trouble"]) == ("tidectl.status/1", "serving", [])
+    assert [rank["rank"] for rank in as_json["ranks"]] == [0, 1]
+    assert as_json["health"]["lanes"]["total"] == 2
+
+    assert tidectl("logs", "--rank", "1").stdout == "rank 1 loads\n"
+    assert tidectl("logs").stdout == "rank 0 | rank 0 loads\nrank 1 | rank 1 loads\n"
+
+    stopped = tidectl("stop")
+    assert (stopped.exit_code, stopped.stdout) == (0, "")
+    assert f"stopped {profile}" in stopped.stderr
+    assert "exit code" not in stopped.stderr
+    after = tidectl("status")
+    assert (after.exit_code, after.stdout, after.stderr) == (3, "", "nothing is running\n")
+    assert tidectl("stop").exit_code == 3
+    assert "ends" in tidectl("logs", "--rank", "0").stdout  # the log outlives the rank
+
+
+def supervisor_port(profile: Path) -> int:
+    from tided.profile import load
+
+    return load(profile).server.port
+
+
+def test_json_of_start_and_stop(tidectl: Tidectl, profile: Path) -> None:
+    started = json.loads(tidectl("start", str(profile), "--json").stdout)
+    assert started["schema"] == "tidectl.start/1"
+    assert [rank["rank"] for rank in started["ranks"]] == [0, 1]
+    assert all(Path(f"/proc/{rank['pid']}").exists() for rank in started["ranks"])
+    stopped = json.loads(tidectl("stop", "--json").stdout)
+    assert stopped == {
+        "schema": "tidectl.stop/1",
+        "profile": str(profile),
+        "ranks": [{"rank": 0, "exit_code": 0}, {"rank": 1, "exit_code": 0}],
+    }
+
+
+def test_starting_twice_names_what_runs(tidectl: Tidectl, profile: Path, state: Path) -> None:
+    assert tidectl("start", str(profile)).exit_code == 0
+    run = supervisor.status(state).run
+    assert run is not None
+    again = tidectl("start", str(profile))
+    assert again.exit_code == 69
+    assert f"{profile} runs already (process {run.supervisor.pid})" in again.stderr
+    assert "tidectl stop" in again.stderr
+    assert tidectl("status").exit_code == 0
+
+
+def test_a_busy_port_is_named_before_anything_starts(tidectl: Tidectl, profile: Path, state: Path) -> None:
+    with socket.create_server(("127.0.0.1", supervisor_port(profile))):
+        ran = tidectl("start", str(profile))
+    assert ran.exit_code == 69
+    assert f"127.0.0.1:{supervisor_port(profile)} (server.port): the port is in use" in ran.stderr
+    assert not (state / "logs").exists()
+    assert tidectl("start", str(profile)).exit_code == 0
+
+
+def test_what_cannot_start_is_refused_before_anything_starts(tidectl: Tidectl, profile: Path, state: Path) -> None:
+    text = profile.read_text()
+    cases = [
+        (text.replace("resident", "residents"), 78, "did you mean 'resident'?"),
+        (text + "[engine]\ndraft = 'confidence'\n", 78, "this build does not act on 'engine.draft'"),
+        (text.replace("'model'", "'elsewhere'"), 65, "there is no checkpoint at"),
+        (text.replace("ranks = 2", "ranks = 2\nhosts = ['203.0.113.1', '203.0.113.2']"), 78, "is an address of this"),
+        (text.replace("[server]", "[server]\nhost = '203.0.113.1'"), 78, "nothing can listen there"),
+    ]
+    for changed, code, words in cases:
+        profile.write_text(changed)
+        ran = tidectl("start", str(profile))
+        assert (ran.exit_code, ran.stdout) == (code, ""), ran.stderr
+        assert words in ran.stderr
+        assert not (state / "logs").exists()
+        assert tidectl("status").exit_code == 3
+
+
+def test_a_rank_that_dies_at_start_is_told_with_its_log(
+    tidectl: Tidectl, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DAEMON", "1:die")
+    ran = tidectl("start", str(profile))
+    assert ran.exit_code == 65
+    assert "rank 1: the shard is truncated" in ran.stderr
+    assert "the last lines of rank 1's log:\n  rank 1 loads\n  what went wrong, in full\n" in ran.stderr
+    status = tidectl("status")
+    assert status.exit_code == 3
+    assert "rank 1 with exit code 65: the shard is truncated" in status.stderr
+    assert json.loads(tidectl("status", "--json").stdout)["last"]["first"] == 1
+    monkeypatch.delenv("FAKE_DAEMON")
+    assert tidectl("start", str(profile)).exit_code == 0
+
+
+def test_a_start_that_takes_too_long_goes_on(tidectl: Tidectl, profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_DAEMON", "1:hang")
+    ran = tidectl("start", str(profile), "--timeout", "1")
+    assert ran.exit_code == 69
+    assert "rank 1 loading experts 3/8" in ran.stderr
+    status = tidectl("status")
+    assert status.exit_code == 4
+    assert status.stdout.startswith("state      starting")
+    assert tidectl("stop").exit_code == 0
+
+
+def test_an_interrupted_start_leaves_nothing(
+    tidectl: Tidectl, profile: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DAEMON", "1:hang")
+    seen: list[int] = []
+
+    def interrupt(ranks: list[supervisor.RankState]) -> str:
+        if len(ranks) == 2:
+            seen.extend(rank.pid for rank in ranks)
+            raise KeyboardInterrupt
+        return ""
+
+    monkeypatch.setattr(lifecycle, "loading_line", interrupt)
+    ran = tidectl("start", str(profile))
+    assert ran.exit_code == 130
+    assert "nothing is running" in ran.stderr
+    assert len(seen) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in seen)
+    assert tidectl("status").exit_code == 3
+
+
+def test_ranks_of_a_killed_supervisor_are_seen_and_replaced(tidectl: Tidectl, profile: Path, state: Path) -> None:
+    assert tidectl("start", str(profile)).exit_code == 0
+    run = supervisor.status(state).run
+    assert run is not None
+    os.kill(run.supervisor.pid, signal.SIGKILL)
+    within(5, lambda: not supervisor.is_locked(state))
+    status = tidectl("status")
+    assert status.exit_code == 4
+    assert "the supervisor was killed" in status.stdout
+    assert tidectl("start", str(profile)).exit_code == 0  # their ports are free again
+    assert tidectl("status").exit_code == 0
+
+
+def test_a_dead_rank_ends_all(tidectl: Tidectl, profile: Path, state: Path) -> None:
+    assert tidectl("start", str(profile)).exit_code == 0
+    rank = json.loads(tidectl("status", "--json").stdout)["ranks"][1]
+    os.kill(rank["pid"], signal.SIGKILL)
+    within(20, lambda: tidectl("status").exit_code == 3)
+    assert "rank 1 with exit code 137" in tidectl("status").stderr
+
+
+def test_a_deaf_rank_is_killed_and_named(tidectl: Tidectl, profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_DAEMON", "1:deaf")
+    assert tidectl("start", str(profile)).exit_code == 0
+    stopped = tidectl("stop", "--timeout", "0")
+    assert stopped.exit_code == 0
+    assert tidectl("status").exit_code == 3
+
+
+def test_restart_needs_something_to_restart(tidectl: Tidectl, profile: Path) -> None:
+    assert tidectl("restart").exit_code == 3
+    assert tidectl("restart", str(profile)).exit_code == 0
+    before = json.loads(tidectl("status", "--json").stdout)["ranks"]
+    assert tidectl("restart").exit_code == 0
+    after = json.loads(tidectl("status", "--json").stdout)["ranks"]
+    assert {rank["pid"] for rank in before}.isdisjoint(rank["pid"] for rank in after)
+
+
+def test_a_wrong_profile_costs_no_service(tidectl: Tidectl, profile: Path, tmp_path: Path) -> None:
+    assert tidectl("start", str(profile)).exit_code == 0
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("x = 1")
+    assert tidectl("restart", str(wrong)).exit_code == 78
+    assert tidectl("status").exit_code == 0
+    other = write_profile(tmp_path / "other.toml")
+    assert tidectl("restart", str(other)).exit_code == 0
+    assert json.loads(tidectl("status", "--json").stdout)["profile"] == str(other)
+
+
+def test_logs_are_followed_until_the_ranks_end(profile: Path, tidectl: Tidectl, state: Path) -> None:
+    assert tidectl("start", str(profile)).exit_code == 0
+    command = [sys.executable, "-m", "tidectl.main", "logs", "-f", "--rank", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        first = json.loads(following.stdout.readline())
+        assert first == {"schema": "tidectl.logs-line/1", "rank": 0, "line": "rank 0 loads"}
+        assert tidectl("stop").exit_code == 0
+        out, err = following.communicate(timeout=20)
+    assert [json.loads(line)["line"] for line in out.splitlines()] == ["rank 0 ends"]
+    assert (following.returncode, err) == (0, "the ranks have ended\n")
+
+
+def test_chat_finds_what_runs(tidectl: Tidectl, profile: Path) -> None:
+    from tidectl.running import running_url
+
+    assert running_url() is None
+    assert tidectl("start", str(profile)).exit_code == 0
+    assert running_url() == f"http://127.0.0.1:{supervisor_port(profile)}"
+
+
+def test_a_port_below_1024_needs_a_privilege(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tided.errors import PermissionError_
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)  # tests may run as root
+    with pytest.raises(PermissionError_, match="may not listen"):
+        preflight.require_free("127.0.0.1", 80, "server.port")

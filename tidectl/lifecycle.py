@@ -1,0 +1,146 @@
+"""`tidectl start | stop | restart`, over the supervisor of this machine."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tidectl import logs, supervisor
+from tidectl.output import Progress, emit, say
+from tidectl.preflight import check_ports, check_profile
+from tidectl.running import look
+from tidectl.state import state_dir
+from tided.control.state import RankState
+from tided.errors import NotRunningError, TideError
+from tided.settings import Settings
+
+LOG_LINES = 15
+STOP_MARGIN_S = 20.0  # beside server.drain_s: what the supervisor itself allows, and some
+ABORT_S = 15.0  # an interrupted start has no request to finish
+
+
+def start(profile: Path, timeout_s: float, as_json: bool) -> None:
+    """Everything that can be refused is refused before a process is started."""
+    settings = check_profile(profile)
+    directory = state_dir()
+    _claim(directory)
+    check_ports(settings)
+    _start(profile, directory, timeout_s, as_json)
+
+
+def stop(timeout_s: float | None, as_json: bool) -> None:
+    directory = state_dir()
+    ended = _stop(directory, timeout_s)
+    if as_json:
+        emit("stop/1", ended)
+    else:
+        say(f"stopped {ended['profile']}")
+        for rank in ended["ranks"]:
+            if rank["exit_code"]:
+                say(f"rank {rank['rank']} ended with exit code {rank['exit_code']}")
+
+
+def restart(profile: Path | None, timeout_s: float, as_json: bool) -> None:
+    """The new profile is judged before the old one is stopped: a mistake in it costs no service."""
+    directory = state_dir()
+    now = supervisor.status(directory)
+    if profile is None and now.run is None:
+        raise NotRunningError("nothing is running", where=str(directory), hint="tidectl start PROFILE")
+    chosen = profile or Path(now.run.profile if now.run else "")
+    settings = check_profile(chosen)
+    if now.run is not None:
+        _stop(directory, None)
+    _claim(directory)
+    check_ports(settings)
+    _start(chosen, directory, timeout_s, as_json)
+
+
+def _claim(directory: Path) -> None:
+    """Refuses when something runs; else ends what a killed supervisor left, which still holds memory and ports."""
+    lock = supervisor.take_lock(directory)
+    try:
+        supervisor.clean(directory)
+    finally:
+        os.close(lock)
+
+
+def _start(profile: Path, directory: Path, timeout_s: float, as_json: bool) -> None:
+    progress = Progress()
+    handle = supervisor.start(profile, directory)
+    try:
+        ranks = handle.wait_ready(timeout_s, lambda ranks: progress(loading_line(ranks)))
+    except KeyboardInterrupt:
+        progress.close()
+        _abort(handle)
+        raise
+    except TideError:
+        progress.close()
+        _show_end_of_log(directory)
+        raise
+    progress.close()
+    _report(profile, directory, ranks, as_json)
+
+
+def _abort(handle: supervisor.Handle) -> None:
+    """Nothing serves yet, so nothing is waited for but the ranks' own end."""
+    say("interrupted: ending the ranks")
+    handle.process.terminate()
+    try:
+        handle.process.wait(ABORT_S)
+    except subprocess.TimeoutExpired:
+        handle.process.kill()
+        handle.process.wait()
+    _claim(handle.state_dir)
+    say("nothing is running")
+
+
+def _show_end_of_log(directory: Path) -> None:
+    """A rank that ended has its reason in the log, often more of it than in its last word."""
+    last = supervisor.status(directory).last
+    if last is None or last.first is None:
+        return
+    lines = logs.tail_of(directory, last.first, LOG_LINES)
+    if lines:
+        say(f"the last lines of rank {last.first}'s log:")
+        say("\n".join(f"  {line}" for line in lines))
+
+
+def _report(profile: Path, directory: Path, ranks: list[RankState], as_json: bool) -> None:
+    now = look(directory)
+    facts: dict[str, Any] = {"profile": str(profile), "url": now.url}
+    if as_json:
+        emit("start/1", {**facts, "ranks": [{"rank": rank.rank, "pid": rank.pid} for rank in ranks]})
+        return
+    say(f"{profile.stem} serves at {now.url}" if now.url else f"{profile.stem}: the ranks of this machine are ready")
+
+
+def _stop(directory: Path, timeout_s: float | None) -> dict[str, Any]:
+    """Stops what runs; how each rank ended."""
+    now = supervisor.status(directory)
+    if now.run is not None:
+        say(f"stopping {now.run.profile} (running requests may finish)")
+    try:
+        supervisor.stop(directory, _stop_timeout(now) if timeout_s is None else timeout_s)
+    except KeyboardInterrupt:
+        say("interrupted; the ranks go on ending, see `tidectl status`")
+        raise
+    last = supervisor.status(directory).last
+    ranks = [{"rank": rank.rank, "exit_code": rank.exit_code} for rank in last.ranks] if last else []
+    return {"profile": now.run.profile if now.run else "", "ranks": ranks}
+
+
+def _stop_timeout(now: supervisor.Status) -> float:
+    from tided.profile import load
+
+    try:
+        settings: Settings = load(now.run.profile if now.run else "")
+    except TideError:  # changed or removed since it was started
+        return 2 * STOP_MARGIN_S
+    return settings.server.drain_s + STOP_MARGIN_S
+
+
+def loading_line(ranks: list[RankState]) -> str:
+    if not ranks:
+        return "starting the ranks"
+    said = [f"rank {rank.rank} {rank.phase}" + (f" {rank.message}" if rank.message else "") for rank in ranks]
+    return ", ".join(line.splitlines()[0] for line in said)

@@ -1,0 +1,68 @@
+"""What must be true before a rank is started. Each refusal says what to do, and leaves nothing behind."""
+
+import errno
+import os
+import socket
+from contextlib import closing
+from pathlib import Path
+
+from tidectl.output import say
+from tidectl.supervise import local_ranks
+from tided.errors import ConfigError, PermissionError_, UnavailableError
+from tided.profile import check, load, refuse_missing, refuse_unread
+from tided.settings import Settings
+
+
+def check_profile(path: Path) -> Settings:
+    """The profile is valid, this build acts on all of it, its checkpoint is here, and a rank is for this machine."""
+    settings = load(path)
+    refuse_unread(settings, path)
+    refuse_missing(settings, path)
+    if not local_ranks(settings.parallel):
+        hosts = ", ".join(settings.parallel.hosts)
+        raise ConfigError(f"none of parallel.hosts is an address of this machine: {hosts}", where=str(path))
+    for note in check(path):  # what a start refuses is refused above: these are warnings
+        say(note.render())
+    return settings
+
+
+def check_ports(settings: Settings) -> None:
+    """Rank 0 opens all the ports; where it is not on this machine there is nothing to check."""
+    parallel = settings.parallel
+    if 0 not in local_ranks(parallel):
+        return
+    require_free(settings.server.host, settings.server.port, "server.port")
+    if parallel.ranks > 1:
+        head = parallel.hosts[0] if parallel.hosts else "127.0.0.1"
+        require_free(head, parallel.control_port, "parallel.control_port")
+        require_free(head, parallel.control_port + 1, "parallel.control_port + 1")
+        require_free(head, parallel.data_port, "parallel.data_port")
+
+
+def require_free(host: str, port: int, setting: str) -> None:
+    """Raises when a listener could not be opened there: by asking the kernel for one, and closing it again."""
+    where = f"{host or '*'}:{port}"
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with closing(socket.socket(family, kind)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do: TIME_WAIT is no listener
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror as error:
+        raise ConfigError(f"no such address ({error.strerror})", where=f"{where} ({setting})") from error
+    except OSError as error:
+        raise _refusal(error, where, port, setting) from error
+
+
+def _refusal(error: OSError, where: str, port: int, setting: str) -> UnavailableError | PermissionError_ | ConfigError:
+    place = f"{where} ({setting})"
+    if error.errno == errno.EADDRINUSE:
+        hint = f"another program listens there: `ss -ltnp 'sport = :{port}'` shows which; stop it, or set {setting}"
+        return UnavailableError("the port is in use", where=place, hint=hint)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return PermissionError_(
+            "this user may not listen on the port", where=place, hint=f"set {setting} to 1024 or more"
+        )
+    return ConfigError(f"nothing can listen there ({os.strerror(error.errno or 0)})", where=place)
