@@ -1,6 +1,7 @@
 """The resident set: what is routable is what was read, all of a plan or nothing of it."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -104,11 +105,13 @@ def test_a_landing_newcomer_never_overwrites_a_slot_that_is_still_routable():
     holds = threading.Event()
     source = FakeSource()
     residents = filled(source=source)
-    before = state(residents)
+    before, reads, deadline = state(residents), source.reads, time.monotonic() + 30
     source.holds = holds
     applying = threading.Thread(target=residents.apply, args=(SWAPS,))
     applying.start()
     try:
+        while source.reads == reads and time.monotonic() < deadline:
+            time.sleep(0.001)
         assert state(residents) == before
     finally:
         holds.set()

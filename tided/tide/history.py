@@ -50,6 +50,7 @@ class History:
 
     def __init__(self, path: Path, demand: Demand, connection: sqlite3.Connection | None, note: str) -> None:
         self.path, self.demand, self.note = path, demand, note
+        self.write_error = ""
         self._connection = connection
 
     @classmethod
@@ -75,15 +76,17 @@ class History:
 
     def fold(self, vote: Vote, decay: float) -> None:
         """One request's vote; what was there before is worth `decay` of what it was. A failed write is reported (log,
-        `note`) and costs durability only: serving goes on, and the next write holds everything."""
+        `write_error`) and costs durability only: serving goes on, and the next write holds everything."""
         self.demand = self.demand.folded(vote, decay)
         if self._connection is None:
             return
         try:
             _write(self._connection, self.demand)
         except sqlite3.Error as e:
-            self.note = f"{self.path}: the demand of the last requests could not be written: {e}"
-            log.error(self.note)
+            self.write_error = f"{self.path}: the newest demand could not be written: {e}"
+            log.error(self.write_error)
+        else:
+            self.write_error = ""
 
     def close(self) -> None:
         if self._connection is not None:
