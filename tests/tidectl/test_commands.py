@@ -1,0 +1,373 @@
+"""The commands that need no daemon, and what all commands have in common."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tidectl.canned import Tidectl
+from tidectl import logits, output, profiles, state
+from tided.errors import NotRunningError, PermissionError_, UnavailableError
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ["start", "stop", "restart", "status", "logs", "chat", "logits", "version", "profile"]
+HEAVY = ("torch", "numpy", "triton", "aiohttp", "zmq", "tokenizers", "safetensors", "rich", "msgspec")
+
+
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment
+    )
+
+
+def test_help_names_every_command_and_exit_code(tidectl: Tidectl) -> None:
+    ran = tidectl("--help")
+    assert ran.exit_code == 0
+    assert all(f"\n  {command} " in ran.stdout for command in COMMANDS)
+    assert all(f"\n    {code} " in ran.stdout for code in (0, 1, 2, 3, 4, 65, 69, 70, 77, 78, 130))
+    assert tidectl("profile", "-h").exit_code == 0
+
+
+@pytest.mark.parametrize("command", [[], ["--help"], ["status", "--help"], ["profile", "list"], ["version"]])
+def test_nothing_heavy_is_imported_for(command: list[str]) -> None:
+    code = (
+        "import sys, tidectl.main\n"
+        f"sys.argv = ['tidectl', *{command}]\n"
+        "try:\n    tidectl.main.main()\nexcept SystemExit:\n    pass\n"
+        f"print(*[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    )
+    ran = python("-c", code)
+    allowed = {"msgspec"} if command == ["profile", "list"] else set()
+    loaded = ran.stderr.splitlines()[-1].split() if ran.stderr.strip() else []
+    assert set(loaded) <= allowed, ran.stderr
+
+
+def test_help_costs_little_more_than_python_itself() -> None:
+    """Compared with a bare interpreter in the same moment, so that a busy machine does not decide."""
+
+    def best_of(count: int, *arguments: str) -> float:
+        times = []
+        for _ in range(count):
+            began = time.perf_counter()
+            assert python(*arguments).returncode == 0
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    bare = best_of(5, "-c", "pass")
+    assert best_of(5, "-m", "tidectl.main", "--help") < bare + max(0.25, 8 * bare)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["start"],
+        ["start", "no-such-profile"],
+        ["stop", "--timeout", "x"],
+        ["chat", "?", "--url", "ftp://x"],
+        ["chat", "?", "--temperature", "3"],
+        ["logs", "--rank", "-1"],
+        ["logits", "--tokens", "a", "--out", "b"],
+        ["logits", "mini-deepseek", "--checkpoint", "c", "--tokens", "a", "--out", "b"],
+        ["profile", "check"],
+    ],
+)
+def test_wrong_usage_is_2_and_words_on_stderr(tidectl: Tidectl, arguments: list[str]) -> None:
+    ran = tidectl(*arguments)
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+# profile
+
+
+def test_profile_check_tells_all_and_says_78(tidectl: Tidectl, tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("[model]\npaht = 'x'\n")
+    ran = tidectl("profile", "check", str(path))
+    assert (ran.exit_code, ran.stdout) == (78, "")
+    assert f"{path}:2:1: error: unknown key 'model.paht'" in ran.stderr
+    assert "did you mean 'path'?" in ran.stderr
+    found = json.loads(tidectl("profile", "check", str(path), "--json").stdout)
+    assert (found["schema"], found["ok"], found["file"]) == ("tidectl.profile-check/1", False, str(path))
+    assert {"line": 2, "column": 1, "severity": "error", "suggestion": "did you mean 'path'?"}.items() <= next(
+        problem for problem in found["problems"] if "paht" in problem["message"]
+    ).items()
+
+
+@pytest.mark.parametrize("name", ["mini-deepseek", "ds41-mxfp4"])
+def test_bundled_profiles_check_clean_by_name(tidectl: Tidectl, name: str) -> None:
+    ran = tidectl("profile", "check", name)
+    assert ran.exit_code == 0
+    assert "a valid profile" in ran.stderr
+    assert ": error: " not in ran.stderr
+    assert json.loads(tidectl("profile", "check", name, "--json").stdout)["ok"]
+
+
+def test_notes_do_not_fail_a_check(tidectl: Tidectl) -> None:
+    ran = tidectl("profile", "check", "ds41-mxfp4")
+    assert "note: this build does not act on 'engine.draft'" in ran.stderr
+
+
+def test_profile_list_and_show(tidectl: Tidectl) -> None:
+    listed = json.loads(tidectl("profile", "list", "--json").stdout)
+    assert [row["name"] for row in listed["profiles"]] == ["ds41-mxfp4", "mini-deepseek"]
+    assert all(row["title"] and Path(row["path"]).is_file() for row in listed["profiles"])
+    assert "mini-deepseek\n" in tidectl("profile", "list").stdout
+    shown = json.loads(tidectl("profile", "show", "mini-deepseek", "--json").stdout)
+    assert shown["settings"]["experts"]["resident"] == 312
+    resident = next(key for key in shown["keys"] if key["key"] == "experts.resident")
+    assert (resident["value"], resident["affects"], resident["required"]) == (312, "numbers", True)
+    text = tidectl("profile", "show", "mini-deepseek").stdout
+    assert "[experts]\nresident = 312\n    Routed experts kept in memory, over all layers.\n" in text
+    assert "verify_reads = false (default)" in text
+
+
+def test_a_file_wins_over_a_bundled_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert profiles.find("mini-deepseek") == ROOT / "profiles" / "mini-deepseek.toml"
+    (tmp_path / "mini-deepseek").write_text("")
+    assert profiles.find("mini-deepseek") == Path("mini-deepseek")
+
+
+def test_a_misspelt_name_gets_a_suggestion(tidectl: Tidectl) -> None:
+    assert "did you mean 'mini-deepseek'?" in tidectl("start", "mini-depseek").stderr
+
+
+def test_version(tidectl: Tidectl) -> None:
+    found = json.loads(tidectl("version", "--json").stdout)
+    assert found["schema"] == "tidectl.version/1"
+    assert found["parts"]["torch"]
+    assert tidectl("version").stdout.startswith(f"tidelm {found['version']}\n")
+
+
+# logits
+
+
+class Offline(types.ModuleType):
+    """Stands in for tided.engine.offline, whose import costs seconds."""
+
+    def __init__(self) -> None:
+        super().__init__("tided.engine.offline")
+        self.asked: tuple[Any, ...] = ()
+
+    def logits(self, target: Any, ids: list[int], *, progress: Any, **options: Any) -> Any:
+        progress("experts", 1, 2)
+        self.asked = (target, ids, options)
+        return types.SimpleNamespace(shape=(len(ids), 32))
+
+    def write_logits(self, path: Path, values: Any) -> None:
+        path.write_text(str(values.shape))
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> Offline:
+    fake = Offline()
+    monkeypatch.setitem(sys.modules, "tided.engine.offline", fake)
+    import tided.engine
+
+    monkeypatch.setattr(tided.engine, "offline", fake, raising=False)
+    return fake
+
+
+def test_logits_of_a_checkpoint(tidectl: Tidectl, tmp_path: Path, offline: Offline) -> None:
+    tokens, out = tmp_path / "ids.json", tmp_path / "x.safetensors"
+    tokens.write_text("[3, 1, 2]")
+    options = ["--chunk", "2", "--ranks", "2", "--resident", "9", "--decode", "1"]
+    ran = tidectl("logits", "--checkpoint", "c", "--tokens", str(tokens), "--out", str(out), *options)
+    assert (ran.exit_code, ran.stdout) == (0, "")
+    assert "experts 1/2" in ran.stderr
+    assert f"{out}: logits [3 tokens, 32] in fp32" in ran.stderr
+    assert offline.asked == (Path("c"), [3, 1, 2], {"chunk": 2, "ranks": 2, "resident": 9, "decode": 1})
+    assert out.read_text() == "(3, 32)"
+
+
+def test_logits_of_a_profile(tidectl: Tidectl, tmp_path: Path, offline: Offline) -> None:
+    tokens, out, profile = tmp_path / "ids.json", tmp_path / "x.safetensors", tmp_path / "p.toml"
+    tokens.write_text("[3]")
+    profile.write_text(
+        "[model]\npath='.'\nserved_name='a'\n[experts]\nresident=1\n[cache]\ncontext_tokens=16\npool_tokens=16"
+    )
+    arguments = ["logits", str(profile), "--tokens", str(tokens), "--out", str(out)]
+    assert tidectl(*arguments).exit_code == 65  # the checkpoint is missing
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.safetensors").write_text("")
+    ran = tidectl(*arguments, "--json")
+    assert json.loads(ran.stdout) == {
+        "schema": "tidectl.logits/1",
+        "out": str(out),
+        "key": "logits",
+        "tokens": 1,
+        "vocabulary": 32,
+    }
+    assert offline.asked[0].model.path == str(tmp_path)
+    assert set(offline.asked[2].values()) == {None, 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not JSON"),
+        ("{}", "no array of token ids"),
+        ("[]", "no array of token ids"),
+        ("[1, true]", "element 1 is no token id: true"),
+        ("[1.0]", "element 0 is no token id: 1.0"),
+        ("[-1]", "element 0 is no token id: -1"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_token_file_that_is_none(tidectl: Tidectl, tmp_path: Path, offline: Offline, text: str, words: str) -> None:
+    tokens, out = tmp_path / "ids.json", tmp_path / "x.safetensors"
+    tokens.write_text(text)
+    ran = tidectl("logits", "--checkpoint", "c", "--tokens", str(tokens), "--out", str(out))
+    assert ran.exit_code == 65
+    assert f"{tokens}: {words}" in ran.stderr
+    assert not out.exists()
+
+
+def test_logits_refuses_before_it_computes(tidectl: Tidectl, tmp_path: Path, offline: Offline) -> None:
+    tokens = tmp_path / "ids.json"
+    tokens.write_text("[1, 2]")
+    common = ["logits", "--checkpoint", "c", "--tokens", str(tokens), "--out"]
+    assert tidectl(*common, str(tmp_path / "x"), "--decode", "3").exit_code == 2
+    assert tidectl(*common, str(tmp_path / "no" / "x")).exit_code == 2
+    assert offline.asked == ()
+
+
+def test_a_result_that_cannot_be_written(
+    tidectl: Tidectl, tmp_path: Path, offline: Offline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tmp_path / "ids.json"
+    tokens.write_text("[1]")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(offline, "write_logits", full)
+    ran = tidectl("logits", "--checkpoint", "c", "--tokens", str(tokens), "--out", str(tmp_path / "x"))
+    assert ran.exit_code == 69
+    assert "No space left on device" in ran.stderr
+
+
+def test_options_leave_defaults_to_the_engine() -> None:
+    assert logits.Options() == (None, None, None, 0)
+
+
+# state directory
+
+
+def test_the_state_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDE_STATE_DIR", str(tmp_path / "a" / "b"))
+    path = state.state_dir()
+    assert path == tmp_path / "a" / "b"
+    assert path.stat().st_mode & 0o777 == 0o700
+    path.chmod(0o755)
+    assert state.state_dir().stat().st_mode & 0o777 == 0o700
+
+
+def test_where_the_state_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDE_STATE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(state, "SYSTEM_DIR", tmp_path / "system")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    assert state.state_dir() == tmp_path / "xdg" / "tidelm"
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert state.state_dir() == tmp_path / ".local" / "state" / "tidelm"
+    (tmp_path / "system").mkdir()
+    assert state.state_dir() == tmp_path / "system"
+    monkeypatch.setattr(state, "_make_private", lambda *_: None)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert state.state_dir() == tmp_path / ".local" / "state" / "tidelm"
+
+
+def test_a_shared_directory_is_refused_not_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setenv("TIDE_STATE_DIR", str(shared))
+    with pytest.raises(PermissionError_, match="others may use"):
+        state.state_dir()
+    assert shared.stat().st_mode & 0o7777 == 0o1777
+
+
+def test_a_file_is_no_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TIDE_STATE_DIR", str(tmp_path / "file"))
+    with pytest.raises(UnavailableError, match="no state directory"):
+        state.state_dir()
+
+
+# output
+
+
+def on_a_terminal(code: str, **variables: str) -> str:
+    """What a program writes whose three streams are a terminal."""
+    parent, child = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", **variables}
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=child, stdout=child, stderr=child, env=environment)
+    os.close(child)
+    shown = b""
+    try:
+        while data := os.read(parent, 1024):
+            shown += data
+    except OSError:  # how a terminal says that its last user is gone
+        pass
+    finally:
+        os.close(parent)
+    assert process.wait(20) == 0
+    return shown.decode()
+
+
+REPORT = "from tidectl.output import report; from tided.errors import UsageError; report(UsageError('no'))"
+
+
+def test_colour_is_for_terminals_that_want_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from tided.errors import UsageError
+
+    output.report(UsageError("no", where="here", hint="do this"))
+    assert capsys.readouterr().err == "error: here: no\n  do this\n"
+    assert on_a_terminal(REPORT, NO_COLOR="") == "\x1b[1;31merror\x1b[0m: no\r\n"
+    assert on_a_terminal(REPORT, NO_COLOR="1") == "error: no\r\n"
+    assert on_a_terminal(REPORT, NO_COLOR="", TERM="dumb") == "error: no\r\n"
+
+
+def test_progress_rewrites_its_line_on_a_terminal() -> None:
+    code = "from tidectl.output import Progress; p = Progress(); p('a'); p('b'); p.close()"
+    assert on_a_terminal(code) == "\r\x1b[Ka (0 s)\r\x1b[Kb (0 s)\r\x1b[K"
+
+
+def test_progress_elsewhere_is_a_line_when_new_and_each_10_s(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = output.Progress()
+    for at, text in ((0, "a"), (1, "a"), (2, "b"), (9, "b"), (12, "b"), (13, "b")):
+        now[0] = 100.0 + at
+        progress(text)
+    progress.close()
+    assert capsys.readouterr().err == "a (0 s)\nb (2 s)\nb (12 s)\n"
+
+
+def test_an_interrupted_command_exits_with_130(tidectl: Tidectl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tidectl.about.show", interrupted)
+    ran = tidectl("version")
+    assert ran.exit_code == 130
+    assert "Traceback" not in ran.output
+
+
+def test_no_logs_is_not_running(tidectl: Tidectl, state: Path) -> None:
+    assert tidectl("logs").exit_code == NotRunningError.exit_code
