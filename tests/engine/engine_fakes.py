@@ -175,7 +175,9 @@ class FakePilot:
 
 
 PAIRS = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS - 3)]
-LIMITS = Limits(lanes=2, queue=4, pool_tokens=400, page_tokens=1, chunk_tokens=8, swaps=2, guard_every_steps=4)
+LIMITS = Limits(
+    lanes=2, queue=4, context_tokens=400, pool_tokens=400, page_tokens=1, chunk_tokens=8, swaps=2, guard_every_steps=4
+)
 SWAPS = [((0, 0), (0, 7)), ((1, 1), (1, 6)), ((2, 2), (2, 5))]
 
 

@@ -6,11 +6,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 from engine_fakes import LIMITS, Alone, executor, request
+from msgspec.structs import replace
 
 from tided.engine.client import EngineClient
 from tided.engine.leader import LeaderEngine
 from tided.engine.scheduler import Scheduler
-from tided.engine.types import Failed, Finished, Started, Tokens
+from tided.engine.types import Failed, Finished, Sampling, Started, Tokens
 from tided.errors import PairError, QueueFullError, RequestError
 
 
@@ -112,6 +113,31 @@ async def test_an_id_in_use_is_refused():
         with pytest.raises(RequestError, match="in use"):
             client.submit(request("a"))
         client.cancel("a")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"prompt_ids": []}, "needs a prompt"),
+        ({"max_tokens": 0}, "room for one token"),
+        ({"max_tokens": 396}, "maximum context length is 400"),
+        ({"prompt_ids": [1, 64]}, "outside of 0 to 63"),
+        ({"prompt_ids": [-1]}, "outside of 0 to 63"),
+        ({"sampling": Sampling(temperature=float("nan"))}, "temperature"),
+        ({"sampling": Sampling(temperature=-1.0)}, "temperature"),
+        ({"sampling": Sampling(top_p=float("inf"))}, "top_p"),
+        ({"sampling": Sampling(top_k=-1)}, "top_k"),
+        ({"sampling": Sampling(min_p=float("nan"))}, "min_p"),
+        ({"sampling": Sampling(seed=1 << 64)}, "64 bits"),
+    ],
+)
+async def test_what_would_fail_on_every_rank_is_refused_at_once(change, match):
+    async with running() as (client, _, _):
+        with pytest.raises(RequestError, match=match):
+            client.submit(replace(request("bad"), **change))
+        extreme = Sampling(temperature=1e-6, top_p=1e-9, top_k=10**12, seed=(1 << 64) - 1)
+        good = replace(request("good", max_tokens=2), sampling=extreme)
+        assert (await collect(client.submit(good)))[-1].reason == "length"
 
 
 async def test_the_engines_end_fails_every_open_request_and_later_ones():

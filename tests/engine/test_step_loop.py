@@ -7,7 +7,7 @@ from engine_fakes import LIMITS, SWAPS, Bench, FakePilot, request
 
 from tided.engine.scheduler import Limits
 from tided.engine.types import Failed, Finished, Tokens
-from tided.errors import PairError
+from tided.errors import ContextOverflowError, PairError
 
 
 def limits(**changes) -> Limits:
@@ -112,15 +112,22 @@ def test_a_running_request_is_cancelled_at_once():
     bench.finish()
 
 
-def test_a_request_that_cannot_run_fails_alone():
+def test_a_request_that_cannot_run_is_refused_alone():
     bench = Bench()
-    bench.submit(request("a", prompt=400), request("b"))
+    with pytest.raises(ContextOverflowError, match="maximum context length is 400 tokens"):
+        bench.submit(request("a", prompt=400))
+    bench.submit(request("b"))
     bench.finish()
-    (failed,) = [event for event in bench.events if isinstance(event, Failed)]
-    assert failed.request_id == "a"
-    assert "context pool" in failed.message
     assert bench.end("b").reason == "length"
     assert bench.faults == []
+
+
+def test_one_too_many_fails_alone():
+    bench = Bench(limits=limits(lanes=1, queue=1))
+    bench.submit(*[request(name) for name in "abc"])
+    bench.finish()
+    assert [e.request_id for e in bench.events if isinstance(e, Failed)] == ["c"]
+    assert [bench.end(name).reason for name in "ab"] == ["length"] * 2
 
 
 # The moments of the tide

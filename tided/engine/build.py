@@ -113,6 +113,7 @@ def scheduler_limits(settings: Settings) -> Limits:
     return Limits(
         lanes=settings.engine.lanes,
         queue=settings.engine.queue,
+        context_tokens=settings.cache.context_tokens,
         pool_tokens=settings.cache.pool_tokens,
         page_tokens=PAGE_TOKENS,
         chunk_tokens=settings.model.prefill_chunk_tokens,

@@ -96,7 +96,8 @@ class EngineClient:
     # Called on the loop
 
     def submit(self, request: Request) -> Answer:
-        """Queues the request. Raises at once, before any event: QueueFullError, or RequestError 503 when not ready."""
+        """Queues the request. Raises at once, before any event: RequestError for one that cannot run, QueueFullError,
+        RequestError 503 when not ready."""
         engine = self._ready()
         if len(self._open) >= self._lanes + self._queue:
             raise QueueFullError(self.waiting)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy.typing as npt
 
 from tided.control.messages import Prefill, Step, Stop, Swap
+from tided.engine.checks import check_request
 from tided.engine.core import IDLE_WAIT_S, Engine, OnFault
 from tided.engine.executor import Demand, Executor, Outcome
 from tided.engine.ports import LeaderLink, PairSwap, Pilot
@@ -52,6 +53,8 @@ class LeaderEngine(Engine):
         self._stop: Stop | None = None
 
     def submit(self, request: Request) -> None:
+        """Raises RequestError, here and now, for one that could not run."""
+        check_request(request, self.scheduler.limits, self.executor.model.shape.vocab_size)
         self._inbox.put_nowait(request)
 
     def cancel(self, request_id: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tided.control.messages import Admission, Decode, Prefill, Step, Swap
 from tided.engine.types import Request
-from tided.errors import QueueFullError, RequestError
+from tided.errors import QueueFullError
 
 
 @dataclass
@@ -29,16 +29,21 @@ class Running:
 
 @dataclass(frozen=True)
 class Limits:
-    """Lanes, waiting requests, tokens of context that all lanes share and of a page of it, tokens of a prefill chunk,
-    swaps of a step, steps between comparisons of the ranks."""
+    """Lanes, waiting requests, tokens of context of one request, of all lanes together and of a page of it, tokens of a
+    prefill chunk, swaps of a step, steps between comparisons of the ranks."""
 
     lanes: int
     queue: int
+    context_tokens: int
     pool_tokens: int
     page_tokens: int
     chunk_tokens: int
     swaps: int
     guard_every_steps: int
+
+    def __post_init__(self) -> None:
+        if self.context_tokens > self.pool_tokens:
+            raise ValueError("a request that fits the context but not the pool would wait for ever")
 
 
 class Scheduler:
@@ -65,15 +70,7 @@ class Scheduler:
         return -(-tokens // self.limits.page_tokens) * self.limits.page_tokens
 
     def submit(self, request: Request) -> None:
-        """Appends to the queue. Raises QueueFullError, or RequestError for a request no pool state could ever hold."""
-        if not request.prompt_ids or request.max_tokens < 1:
-            raise RequestError("a request needs a prompt and room for one token")
-        if self.price_tokens(request) > self._whole_pages(self.limits.pool_tokens):
-            raise RequestError(
-                f"{len(request.prompt_ids)} tokens of prompt and {request.max_tokens} of answer do not fit the context "
-                f"pool of {self.limits.pool_tokens} tokens",
-                code="context_length_exceeded",
-            )
+        """Appends to the queue, which is in order. Raises QueueFullError."""
         if len(self.waiting) + len(self.running) >= self.limits.lanes + self.limits.queue:
             raise QueueFullError(len(self.waiting))
         self.waiting.append(request)

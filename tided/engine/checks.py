@@ -1,0 +1,32 @@
+"""What no request may be, whoever sent it: the step that carries one runs on every rank, and must not fail there.
+
+The API refuses most of this earlier and in better words; a request that comes another way is refused here.
+"""
+
+import math
+
+from tided.engine.scheduler import Limits
+from tided.engine.types import Request, Sampling
+from tided.errors import ContextOverflowError, RequestError
+
+
+def check_request(request: Request, limits: Limits, vocab_size: int) -> None:
+    """Raises RequestError."""
+    prompt_tokens = len(request.prompt_ids)
+    if not prompt_tokens or request.max_tokens < 1:
+        raise RequestError("a request needs a prompt and room for one token", param="messages")
+    if prompt_tokens + request.max_tokens > limits.context_tokens:
+        raise ContextOverflowError(limits.context_tokens, prompt_tokens, request.max_tokens)
+    if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
+        raise RequestError(f"the prompt holds a token id outside of 0 to {vocab_size - 1}", param="messages")
+    check_sampling(request.sampling)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises RequestError for values that have no meaning; extreme ones that have are welcome."""
+    for name in ("temperature", "top_p", "min_p", "top_k"):
+        value = getattr(sampling, name)
+        if not math.isfinite(value) or value < 0:
+            raise RequestError(f"{name} = {value} is not a finite number from 0 on", param=name)
+    if not -(1 << 63) <= sampling.seed < 1 << 64:
+        raise RequestError("seed must fit 64 bits", param="seed")
