@@ -23,6 +23,7 @@ from tided.errors import PairError
 from tided.settings import Settings
 
 FAULT_CHARACTERS = 2000
+STOP_GRACE_S = 15.0
 
 OnFailure = Callable[[PairError], None]
 
@@ -108,7 +109,8 @@ class Heartbeats:
             while True:
                 await self._send(Heartbeat(self._rank, self._engine_seq(), self._session))
                 if not await self._listen_for(self._interval_s):
-                    return
+                    await asyncio.sleep(STOP_GRACE_S)  # in which the engine hears the same, and this task is ended
+                    raise PairError("rank 0 stopped, and this rank's engine did not")
                 self._check_silence()
         except PairError as error:
             self._on_failure(error)

@@ -1,5 +1,6 @@
 """What a rank writes about itself while it lives, for `tidectl` to show: `rank-N.json` in the state directory."""
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Literal
 import msgspec
 
 from tided.control.files import write_private
+
+log = logging.getLogger("state")
 
 Phase = Literal["checking", "joining", "loading", "ready", "draining", "stopped", "failed"]
 MAX_FILE_BYTES = 64 << 10
@@ -53,7 +56,10 @@ class StateFile:
         self._write()
 
     def _write(self) -> None:
-        write_private(self.path, msgspec.json.encode(self._state) + b"\n")
+        try:
+            write_private(self.path, msgspec.json.encode(self._state) + b"\n")
+        except OSError as error:  # a full disk must not end a service for what people read only
+            log.warning("%s cannot be written: %s", self.path, error.strerror)
 
 
 def rank_file(state_dir: Path, rank: int) -> Path:

@@ -1,5 +1,7 @@
 """Bytes of the control plane: typed messages only, CURVE with an allow-list, sizes bounded before decoding."""
 
+import errno
+import os
 import socket
 from typing import Any, TypeVar
 
@@ -9,7 +11,7 @@ from zmq.auth.base import Authenticator
 
 from tided.control.keys import Keys
 from tided.control.messages import ControlMessage
-from tided.errors import ConfigError, PairError, UnavailableError
+from tided.errors import ConfigError, PairError, PermissionError_, UnavailableError
 from tided.settings import Parallel, Settings
 
 SMALL_BYTES = 1 << 20  # hello, ready, digest, heartbeat
@@ -81,6 +83,32 @@ class AllowFollowers:
 
 def allow_followers(authenticator: Authenticator, keys: Keys) -> None:
     authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=AllowFollowers(keys))
+
+
+def listen_tcp(host: str, port: int, setting: str) -> socket.socket:
+    """A listening socket on one address ("": all). Raises UnavailableError, PermissionError_, naming the setting."""
+    family, kind, _, _, address = _resolve(host, port, setting)
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        kind_of = PermissionError_ if error.errno == errno.EACCES else UnavailableError
+        raise kind_of(
+            f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}",
+            where=setting,
+            hint="another instance may be running (tidectl status); or choose another port",
+        ) from None
+    return listener
+
+
+def _resolve(host: str, port: int, setting: str) -> Any:
+    try:
+        return socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise UnavailableError(f"{host!r} is no address of this machine: {error.strerror}", where=setting) from None
 
 
 def listen(router: AnySocket, keys: Keys, address: str) -> AnySocket:

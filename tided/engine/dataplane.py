@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tided.control.wire import all_local, leader_ip
+from tided.control.wire import all_local, leader_ip, listen_tcp
 from tided.errors import ConfigError, PairError, UnavailableError
 from tided.settings import Parallel, Settings
 
@@ -133,7 +133,7 @@ def _meet(parallel: Parallel, rank: int) -> TCPStore:
     try:
         if rank:
             return TCPStore(address, parallel.data_port, parallel.ranks, is_master=False, timeout=wait)
-        listener = _listen(address, parallel.data_port)
+        listener = listen_tcp(address, parallel.data_port, "parallel.data_port")
         return TCPStore(
             address,
             parallel.data_port,
@@ -148,21 +148,6 @@ def _meet(parallel: Parallel, rank: int) -> TCPStore:
             f"rank {rank} finds nobody at {address}:{parallel.data_port}: {_first_line(error)}",
             hint="is rank 0 running, and is parallel.data_port reachable?",
         ) from error
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise UnavailableError(
-            f"rank 0 cannot listen on {address}:{port}: {error.strerror}",
-            hint="another instance may be running (tidectl status); or choose another parallel.data_port",
-        ) from None
-    return listener
 
 
 def _choose_interface(parallel: Parallel, rank: int, variable: str) -> None:

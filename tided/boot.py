@@ -1,0 +1,207 @@
+"""What a rank's engine thread does, from nothing to the end of the step loop.
+
+    open the checkpoint (headers)        a wrong or missing checkpoint is refused within a second
+    rank 0: history, first resident set
+    handshake: facts, session, residents ranks that differ never load anything
+    data plane                           from here on a lost peer is seen by the heartbeats
+    arena, dense weights, residents      the memory and the time
+    Ready: digest of what was loaded
+    step loop
+
+Each phase leaves one line in the log: seconds, and the memory of the process after it.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from tided import guard
+from tided.control.keys import Keys
+from tided.control.lockstep import Follower, Leader, Solo
+from tided.engine.build import OpenedModel, Rank, build_rank, open_model, scheduler_limits
+from tided.engine.core import Engine, FollowerEngine
+from tided.engine.dataplane import TorchGroup
+from tided.engine.leader import LeaderEngine
+from tided.engine.scheduler import Scheduler
+from tided.engine.types import Event
+from tided.errors import TideError, UnavailableError
+from tided.experts.arena import Pair
+from tided.models.parallel import Alone, Group
+from tided.settings import Settings
+from tided.tide.demand import RouterShape
+from tided.tide.history import History
+from tided.tide.pilot import Pilot
+from tided.tide.seed import load_seed
+
+log = logging.getLogger("boot")
+
+
+class LoopSide(Protocol):
+    """What the engine thread asks of the loop. Every method may be called from that thread."""
+
+    def tell(self, message: str) -> None:
+        """Progress of the start, for people."""
+        ...
+
+    def joined(self, session: str) -> None:
+        """The ranks have met. Returns when the heartbeats run; raises what keeps them from it."""
+        ...
+
+    def ready(self, engine: Engine) -> None: ...
+
+    def events(self, events: Sequence[Event]) -> None: ...
+
+    def ended(self, error: TideError | None) -> None:
+        """The last word: None for an orderly end. Later words do not count."""
+        ...
+
+
+def run_rank(settings: Settings, rank: int, keys: Keys | None, state_dir: Path, loop: LoopSide) -> None:
+    """The thread's target. `keys` is None for one rank alone. Never raises: `loop.ended` is told."""
+    try:
+        if rank == 0:
+            _lead(settings, keys, state_dir, loop)
+        else:
+            assert keys is not None
+            _follow(settings, rank, keys, loop)
+    except TideError as error:
+        loop.ended(error)
+    except MemoryError:
+        loop.ended(UnavailableError("there is not enough memory for the model", hint="lower experts.resident"))
+    except Exception as error:
+        log.exception("the start failed")
+        loop.ended(TideError(f"the start failed: {error or type(error).__name__}", hint="the log has the trace"))
+    else:
+        loop.ended(None)
+
+
+def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide) -> None:
+    with closing(Leader(settings, keys) if keys else Solo()) as link, _last_word(link):
+        opened = _open(settings, loop)
+        with closing(_history(opened, state_dir)) as history:
+            pilot = _pilot(opened, history)
+            with _phase("handshake", loop):
+                pairs = pilot.boot_pairs()
+                loop.joined(link.gather(_facts(opened), pairs))
+            with _built(opened, 0, pairs, loop) as built:
+                with _phase("other ranks", loop):
+                    link.ready(built.residents.digest())
+                scheduler = Scheduler(scheduler_limits(settings))
+                engine = LeaderEngine(
+                    built.executor, scheduler, link, loop.events, loop.ended, pilot, settings.engine.threads
+                )
+                loop.ready(engine)
+                engine.run()
+
+
+def _follow(settings: Settings, rank: int, keys: Keys, loop: LoopSide) -> None:
+    with closing(Follower(settings, rank, keys)) as link:
+        opened = _open(settings, loop)
+        with _phase("handshake", loop):
+            welcome = link.join(_facts(opened))
+            loop.joined(welcome.session)
+        with _built(opened, rank, welcome.residents, loop) as built:
+            link.ready(built.residents.digest())
+            engine = FollowerEngine(built.executor, link, loop.ended, settings.engine.threads)
+            loop.ready(engine)
+            engine.run()
+
+
+@contextmanager
+def _last_word(link: Leader | Solo) -> Iterator[None]:
+    """Ranks that wait in the handshake are told why rank 0 does not go on."""
+    try:
+        yield
+    except Exception as error:
+        link.stop(str(error))
+        raise
+
+
+def _open(settings: Settings, loop: LoopSide) -> OpenedModel:
+    with _phase("checkpoint", loop):
+        return open_model(settings)
+
+
+def _history(opened: OpenedModel, state_dir: Path) -> History:
+    history = History.open(
+        state_dir / "history", opened.checkpoint.identity(), _router(opened), opened.settings.tide.record
+    )
+    log.info("history %s: %g requests", history.path.name, history.demand.requests)
+    return history
+
+
+def _pilot(opened: OpenedModel, history: History) -> Pilot:
+    settings, router = opened.settings, _router(opened)
+    seed = load_seed(Path(settings.tide.seed), opened.shape.family, router) if settings.tide.seed else None
+    return Pilot(history, seed, settings.tide, router, settings.experts.resident)
+
+
+def _router(opened: OpenedModel) -> RouterShape:
+    return RouterShape(opened.shape.moe_layers, opened.shape.experts_per_layer, opened.shape.top_k)
+
+
+def _facts(opened: OpenedModel) -> dict[str, str]:
+    device = opened.settings.engine.device
+    processor = torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return guard.facts(
+        opened.settings,
+        opened.checkpoint.identity(),
+        family=opened.shape.family,
+        processor=processor,  # replicated arithmetic must give the same bits
+    )
+
+
+@contextmanager
+def _built(opened: OpenedModel, rank: int, pairs: Sequence[Pair], loop: LoopSide) -> Iterator[Rank]:
+    """The rank with its group and its reader threads, given back at the end."""
+    with _group(opened.settings, rank, loop) as group:
+        with _phase("model", loop):
+            built = build_rank(opened, group, pairs, _Reporter(loop))
+        log.info("residents: %d experts, %d MB of slots", len(pairs), built.bank.slots.nbytes >> 20)
+        with closing(built.source):
+            yield built
+
+
+@contextmanager
+def _group(settings: Settings, rank: int, loop: LoopSide) -> Iterator[Group]:
+    if settings.parallel.ranks == 1:
+        yield Alone()
+        return
+    with _phase("data plane", loop):
+        group = TorchGroup(settings, rank)
+    with closing(group):
+        yield group
+
+
+@contextmanager
+def _phase(name: str, loop: LoopSide) -> Iterator[None]:
+    began_s = time.monotonic()
+    loop.tell(name)
+    yield
+    log.info("%s: %.2f s, process at %d MB", name, time.monotonic() - began_s, _memory_bytes() >> 20)
+
+
+class _Reporter:
+    """Progress of a load: every half a second, and at the end of a part."""
+
+    def __init__(self, loop: LoopSide) -> None:
+        self._loop, self._told_s = loop, 0.0
+
+    def __call__(self, part: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._told_s > 0.5 or done == total:
+            self._told_s = now
+            self._loop.tell(f"{part}: {done} of {total}")
+
+
+def _memory_bytes() -> int:
+    """What the process holds in memory, mapped files included; 0 where /proc does not tell."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

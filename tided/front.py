@@ -1,0 +1,46 @@
+"""Rank 0's HTTP side: bound before anything is loaded, answering 503 until the engine serves."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from aiohttp import web
+
+from packers.shards import Checkpoint
+from tided.api.app import build_app, build_runner
+from tided.chat.tokenizer import Tokenizer
+from tided.control.wire import listen_tcp
+from tided.engine.client import EngineClient
+from tided.settings import Settings
+
+
+class Front:
+    """`client` is the engine as the API sees it."""
+
+    def __init__(self, client: EngineClient, runner: web.AppRunner) -> None:
+        self.client, self._runner = client, runner
+
+    @classmethod
+    async def open(cls, settings: Settings) -> Self:
+        """Raises UnavailableError: port in use; DataError: checkpoint or tokenizer; ConfigError: key file."""
+        listener = listen_tcp(settings.server.host, settings.server.port, "server.port")
+        try:
+            tokenizer, identity = await asyncio.to_thread(_read, Path(settings.model.path))
+            client = EngineClient(settings.engine.lanes, settings.engine.queue)
+            runner = build_runner(build_app(client, tokenizer, settings, identity=identity))
+            await runner.setup()
+            await web.SockSite(runner, listener).start()
+        except BaseException:
+            listener.close()
+            raise
+        return cls(client, runner)
+
+    async def close(self, timeout_s: float) -> None:
+        """Closes the port and waits for replies under way, but not for readers that do not read."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._runner.cleanup(), timeout_s)
+
+
+def _read(checkpoint: Path) -> tuple[Tokenizer, str]:
+    return Tokenizer.open(checkpoint), Checkpoint.open(checkpoint).identity()
