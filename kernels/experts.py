@@ -1,4 +1,7 @@
-"""MXFP4 experts computed from the slots of an arena: each distinct expert is decoded once a call, one at a time."""
+"""MXFP4 experts computed from the slots of an arena: each distinct expert is decoded once a call, one at a time.
+
+The output of w2 is not rounded before the sum over experts, as a single-device reference would: a rank holds a part of
+each sum, and the ranks' parts are added before the one rounding, so any number of ranks computes the same thing."""
 
 import torch
 from torch import Tensor

@@ -52,4 +52,4 @@ def fp4_e4m3(x: Tensor) -> Tensor:
 
 def bf16(x: Tensor) -> Tensor:
     """Rounded to bf16, held as fp32: CPU matrix products in bf16 are many times slower."""
-    return x.to(torch.bfloat16).to(torch.float32)
+    return x.bfloat16().float()

@@ -5,6 +5,7 @@ Rows are known from token ids alone, so a pass asks for them before its first la
 the reads run in a few threads beside the layers in between. Rows read lately stay in a cache of fixed size."""
 
 import os
+import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -23,23 +24,18 @@ _TASK_ROWS = 64  # rows of one task: a thread's start costs about as much as rea
 Bytes = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
 class _Array:
-    """One tensor of fixed-size rows in an open file."""
+    """One tensor of fixed-size rows, in a file that stays open as long as this does."""
 
-    info: TensorInfo
-    fd: int
-    row_bytes: int
-
-    @classmethod
-    def open(cls, checkpoint: Checkpoint, name: str) -> "_Array":
-        info = checkpoint.tensors[name]
-        return cls(info, os.open(info.path, os.O_RDONLY | os.O_CLOEXEC), info.nbytes // info.shape[0])
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._info: TensorInfo = checkpoint.tensors[name]
+        self.row_bytes = self._info.nbytes // self._info.shape[0]
+        self._fd = os.open(self._info.path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
 
     def read(self, row: int, out: memoryview) -> None:
-        offset = self.info.offset + row * self.row_bytes
-        if os.preadv(self.fd, [out], offset) != self.row_bytes:
-            raise DataError(f"ends inside row {row} of {self.info.name}", where=str(self.info.path))
+        if os.preadv(self._fd, [out], self._info.offset + row * self.row_bytes) != self.row_bytes:
+            raise DataError(f"ends inside row {row} of {self._info.name}", where=str(self._info.path))
 
 
 class Table:
@@ -48,8 +44,8 @@ class Table:
     def __init__(self, checkpoint: Checkpoint, prefix: str, cache_bytes: int, readers: ThreadPoolExecutor) -> None:
         """`prefix`: "layers.L.engram.embed". Raises DataError when a file cannot be opened."""
         try:
-            self.weight = _Array.open(checkpoint, f"{prefix}.weight")
-            self.scale = _Array.open(checkpoint, f"{prefix}.scale")
+            self.weight = _Array(checkpoint, f"{prefix}.weight")
+            self.scale = _Array(checkpoint, f"{prefix}.scale")
         except OSError as e:
             raise DataError(f"cannot be opened: {e.strerror}", where=str(e.filename)) from e
         self.row_bytes = self.weight.row_bytes + self.scale.row_bytes

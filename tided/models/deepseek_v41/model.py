@@ -78,7 +78,7 @@ class DeepseekV41:
         rows = self.forward([_context(lane)], token_ids.view(1, -1), bounded=self.replay == "bounded")
         if logits == "none":
             return None
-        return self.logits(rows if logits == "all" else rows[-1:])
+        return self.logits(rows if logits == "all" else rows[-1:]).clone()  # an ordinary tensor again
 
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
         """See `Model`. Taken in runs of at most ROWS lanes: within them kernels compute row by row."""
@@ -90,6 +90,7 @@ class DeepseekV41:
             parts.append(self.logits(self.forward(contexts[part], token_ids[part].view(-1, 1), bounded=False)))
         return torch.cat(parts)
 
+    @torch.inference_mode()
     def forward(self, lanes: list[Context], token_ids: Tensor, bounded: bool) -> Tensor:
         """token_ids [lanes, count] -> rows [T, D] before the final norm, T = lanes * count, or the last window of a
         chunk when `bounded`. Moves the lanes on."""
@@ -116,6 +117,7 @@ class DeepseekV41:
             lane.position += count
         return self.numerics.store(hyper.collapse(streams, pre))
 
+    @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """rows [T, D] as `forward` gives them -> fp32 [T, V], whole on every rank."""
         normed = self.numerics.store(rms_norm(rows, self.norm, self.eps))
