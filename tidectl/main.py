@@ -71,7 +71,7 @@ Timeout = Annotated[float, typer.Option(min=1, help="Longest wait in seconds.")]
 
 @app.command()
 def start(profile: Profile, timeout: Timeout = 600, json: Json = False) -> None:
-    """Start the ranks of a profile on this machine and wait until they serve."""
+    """Start the ranks of a profile and wait until they serve."""
     from tidectl import lifecycle, profiles
 
     lifecycle.start(profiles.find(profile), timeout, json)
@@ -93,12 +93,15 @@ def stop(
 @app.command()
 def restart(
     profile: Annotated[
-        str | None, typer.Argument(autocompletion=profile_names, help="Another profile; else the one that runs.")
+        str | None,
+        typer.Argument(
+            metavar="PROFILE", autocompletion=profile_names, help="Another profile; else the one that runs."
+        ),
     ] = None,
     timeout: Timeout = 600,
     json: Json = False,
 ) -> None:
-    """Stop what runs and start it again, or another profile in its place."""
+    """Stop what runs and start it, or another profile, again."""
     from tidectl import lifecycle, profiles
 
     lifecycle.restart(profiles.find(profile) if profile else None, timeout, json)
@@ -129,7 +132,8 @@ def logs(
 @app.command()
 def chat(
     prompt: Annotated[
-        str | None, typer.Argument(help="The question; without one: a conversation, or standard input.")
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The question; without one: a conversation, or standard input."),
     ] = None,
     url: Annotated[
         str | None, typer.Option(help="The server; else what runs here, else http://127.0.0.1:8000.")
@@ -153,7 +157,9 @@ def chat(
 def logits(
     tokens: Annotated[Path, typer.Option(help="JSON file: an array of token ids.")],
     out: Annotated[Path, typer.Option(help="File to write: safetensors, fp32 [tokens, vocabulary] under 'logits'.")],
-    profile: Annotated[str | None, typer.Argument(autocompletion=profile_names, help="File or bundled name.")] = None,
+    profile: Annotated[
+        str | None, typer.Argument(metavar="PROFILE", autocompletion=profile_names, help="File or bundled name.")
+    ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint directory instead of a profile.")] = None,
     chunk: Annotated[int | None, typer.Option(min=1, help="Tokens computed at once.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks that share the model.")] = None,
@@ -161,7 +167,10 @@ def logits(
     decode: Annotated[int, typer.Option(min=0, help="Compute the last N tokens one at a time.")] = 0,
     json: Json = False,
 ) -> None:
-    """Teacher-forced logits of a token list, to hold the engine against another implementation."""
+    """Teacher-forced logits of a list of token ids.
+
+    They come from the engine itself, to be held against another implementation.
+    """
     from tidectl import logits, profiles
 
     source = profiles.find(profile) if profile else None

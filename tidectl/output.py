@@ -63,5 +63,6 @@ class Progress:
 
 
 def report(error: TideError) -> None:
-    """An error of ours: what, where, and the next step, once."""
-    say(f"{styled('error', '1;31', sys.stderr)}: {error}")
+    """An error of ours: what, where, and the next step. Compiler form names its severity by itself."""
+    label = "" if ": error: " in error.what.partition("\n")[0] else f"{styled('error', '1;31', sys.stderr)}: "
+    say(f"{label}{error}")

@@ -90,8 +90,8 @@ def _trouble(now: supervisor.Status, ranks: list[Rank], url: str, health: dict[s
     found += [f"rank {rank.rank}: {rank.message}" for rank in ranks if rank.alive and rank.phase == "failed"]
     if url and health is None:
         found.append(f"{url}/health does not answer")
-    if health and health.get("fault"):
-        found.append(str(health["fault"]))
+    if health and health.get("status") == "fault":
+        found.append(str(health.get("fault") or "the server is at fault"))
     return found
 
 

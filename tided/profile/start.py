@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tided.errors import ConfigError, DataError
-from tided.profile.problems import Problem, Severity, render
+from tided.profile.problems import Problem, Severity, in_order, render
 from tided.profile.reading import Reading, read
 from tided.profile.schema import KEYS, value_of
 from tided.settings import Settings
@@ -24,31 +24,31 @@ def refuse_missing(settings: Settings, path: Path | str) -> None:
 
 
 def unread(settings: Settings, reading: Reading, severity: Severity) -> list[Problem]:
-    return [
+    found = [
         reading.source.problem(
             reading.span(key.dotted),
-            f"this build does not act on '{key.dotted}'; a start with a value other than its default is refused",
+            f"this build does not act on '{key.dotted}', so a start with this value is refused",
             rule=f"leave it out, or set it to its default: {_toml(key.default)}",
             severity=severity,
         )
         for key in KEYS
         if not key.built and value_of(settings, key) != key.default
     ]
+    return in_order(found)
 
 
 def missing(settings: Settings, reading: Reading, severity: Severity) -> list[Problem]:
+    path, seed = settings.model.path, settings.tide.seed
+    download = f"hf download REPOSITORY --local-dir {path}, or set model.path to where it is"
     found = (
-        ("model.path", checkpoint_fault(Path(settings.model.path)), _CHECKPOINT_HELP),
-        ("tide.seed", _seed_fault(settings.tide.seed), "fetch the seed, or leave the key out"),
+        ("model.path", checkpoint_fault(Path(path)), download),
+        ("tide.seed", _seed_fault(seed), "set tide.seed to where it is, or leave the key out"),
     )
     return [
         reading.source.problem(reading.span(dotted), fault, suggestion=suggestion, severity=severity)
         for dotted, fault, suggestion in found
         if fault
     ]
-
-
-_CHECKPOINT_HELP = "download the model into that directory (hf download REPOSITORY --local-dir DIR), or set model.path"
 
 
 def checkpoint_fault(path: Path) -> str:
