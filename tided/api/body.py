@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -11,16 +12,17 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tided.api.errors import too_large
-from tided.chat.text import well_formed
+from tided.chat.text import shorten, well_formed
 from tided.errors import RequestError
 
 MAX_DEPTH, MAX_DIGITS = 128, 1000
 
+_WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 async def read_body(request: web.Request, limit_bytes: int, timeout_s: float) -> bytes:
-    """The whole body, decompressed. Reading stops at the limit: what a bomb would unfold to is never in memory."""
+    """The body as it came, compressed or not. Reading stops at the limit."""
     if (request.content_length or 0) > limit_bytes:
         raise too_large(limit_bytes)
     try:
@@ -31,7 +33,26 @@ async def read_body(request: web.Request, limit_bytes: int, timeout_s: float) ->
     except web.HTTPRequestEntityTooLarge:
         raise too_large(limit_bytes) from None
     except (HttpProcessingError, web.RequestPayloadError):
-        raise RequestError("The request's body cannot be decoded.") from None
+        raise RequestError("The request's body cannot be read.") from None
+
+
+def decompressed(body: bytes, encoding: str, limit_bytes: int) -> bytes:
+    """`body` without its Content-Encoding. Stops at the limit: what a bomb would become is never in memory."""
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return body
+    if name not in _WINDOW_BITS:
+        raise RequestError(f"Content-Encoding {shorten(name, 40)} is not supported; use gzip or deflate.")
+    unpacker = zlib.decompressobj(_WINDOW_BITS[name])
+    try:
+        plain = unpacker.decompress(body, limit_bytes + 1)
+    except zlib.error:
+        raise RequestError(f"The request's body is not {name} data.") from None
+    if len(plain) > limit_bytes:
+        raise too_large(limit_bytes)
+    if not unpacker.eof or unpacker.unused_data:
+        raise RequestError(f"The request's body is damaged {name} data.")
+    return plain
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Context:
         health = self.engine.health()
         if health["state"] == "draining":
             return _RETRY_DRAINING_S
-        waiting_s = median(self.request_times_s) * (health["queue"] + 1) / health["lanes"]["total"]
+        waiting_s: float = median(self.request_times_s) * (health["queue"] + 1) / health["lanes"]["total"]
         return max(1, min(_RETRY_MOST_S, round(waiting_s)))
 
 
@@ -52,4 +52,4 @@ class Note:
 
 
 CONTEXT: web.AppKey[Context] = web.AppKey("context", Context)
-NOTE = "tided.note"
+NOTE: web.RequestKey[Note] = web.RequestKey("note", Note)

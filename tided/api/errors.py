@@ -55,9 +55,11 @@ def error_response(error: RequestError, retry_after_s: int) -> web.Response:
     response = web.Response(
         status=error.status, text=to_json(error_body(error)), content_type="application/json", charset="utf-8"
     )
-    response.headers["x-should-retry"] = "true" if error.status in (429, 503) else "false"
     if error.status in (429, 503):
+        response.headers["x-should-retry"] = "true"
         response.headers["Retry-After"] = str(retry_after_s)
+    elif error.status < 500:
+        response.headers["x-should-retry"] = "false"
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response

@@ -1,7 +1,7 @@
 """One running answer: the engine's events in, pieces of the answer out."""
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 from tided.api.errors import engine_failed, unavailable
 from tided.api.ports import Engine
@@ -42,8 +42,7 @@ class AnswerReader:
             out += self.parser.feed(self._decoder.feed([token_id]))
         return list(merged(out))
 
-    def finish(self, event: Finished) -> list[Delta]:
-        reason = "length" if event.reason == "length" else "stop"
+    def finish(self, reason: Literal["stop", "length"]) -> list[Delta]:
         return list(merged(self.parser.feed(self._decoder.flush()) + self.parser.finish(reason)))
 
 
@@ -66,9 +65,7 @@ class Generation:
             async with asyncio.timeout(timeout_s):
                 event = await anext(self._events)
         except TimeoutError:
-            # The answer is complete; only the engine's figures of it are missing, and they have had their time.
-            self.over = self._cancelled
-            return None
+            return self._end_without_figures() if self._cancelled else None
         except StopAsyncIteration:
             raise engine_failed("The engine gave this request up.") from None
         return self._read(event)
@@ -98,7 +95,12 @@ class Generation:
             raise unavailable("The server is shutting down; the answer is not complete.")
         if event.reason != "cancelled":
             self._engine_tokens = event.completion_tokens
-        return self.reader.finish(event)
+        return self.reader.finish("length" if event.reason == "length" else "stop")
+
+    def _end_without_figures(self) -> list[Delta]:
+        """The answer is complete; only the engine's figures of it are missing, and they have had their time."""
+        self.over = True
+        return self.reader.finish("stop")
 
     def close(self) -> None:
         if not self.over:

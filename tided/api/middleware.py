@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 
 from tided.api.context import CONTEXT, NOTE, Note
 from tided.api.errors import as_request_error, error_response
@@ -74,6 +74,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 async def expect(request: web.Request) -> None:
     """Asks for the body of a client that waits for leave (`Expect: 100-continue`) only when its key is right."""
+    if request.version < HttpVersion11:
+        return
     try:
         request.app[CONTEXT].keys.check(request.headers)
     except RequestError:

@@ -4,7 +4,7 @@ import asyncio
 
 from aiohttp import web
 
-from tided.api.body import read_body
+from tided.api.body import decompressed, read_body
 from tided.api.context import CONTEXT, NOTE, Context
 from tided.api.errors import as_request_error, error_body
 from tided.api.generation import Generation
@@ -32,8 +32,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def _prepare(request: web.Request, context: Context) -> Prepared:
     body = await read_body(request, context.settings.server.max_body_bytes, context.limits.body_s)
-    loop = asyncio.get_running_loop()
-    prepared = await loop.run_in_executor(context.executor, prepare, body, context.tokenizer, context.context_tokens)
+    encoding = request.headers.get("Content-Encoding", "")
+
+    def work() -> Prepared:
+        plain = decompressed(body, encoding, context.settings.server.max_body_bytes)
+        return prepare(plain, context.tokenizer, context.context_tokens)
+
+    prepared = await asyncio.get_running_loop().run_in_executor(context.executor, work)
     if request.headers.get("x-engine-stats") == "0":
         return prepared.without_stats()
     return prepared

@@ -50,7 +50,7 @@ async def model(request: web.Request) -> web.Response:
 
 
 def numbers_of(settings: Settings) -> dict[str, dict[str, Any]]:
-    """The settings that change what is computed, by section: by their kind no path, no address, no key is among them."""
+    """The settings that change what is computed, by section. By their kind no path, address or key is among them."""
     return {
         section: {
             name: msgspec.to_builtins(getattr(getattr(settings, section), name))

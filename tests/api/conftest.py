@@ -1,0 +1,80 @@
+"""A server on a real socket in front of a scripted engine."""
+
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "chat"))
+
+from scripted_engine import ScriptedEngine, Server
+from small_tokenizer import build
+
+from tided.api.app import build_app, build_runner
+from tided.api.ports import Limits
+from tided.chat.messages import Segment
+from tided.chat.tokenizer import Tokenizer
+from tided.settings import Cache, Experts, Model, Settings
+from tided.settings import Server as ServerSettings
+
+FAST = Limits(keepalive_s=0.2, stall_s=1.0, body_s=0.5)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    return Tokenizer.open(build(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="session")
+def ids(tokenizer) -> Callable[[str], list[int]]:
+    """Ids of a model's output: what spells a special token is that token, as if the model had drawn it."""
+    special = re.compile("(" + "|".join(map(re.escape, tokenizer.special_ids)) + ")")
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode([Segment(p, special=i % 2 == 1) for i, p in enumerate(special.split(text)) if p])
+
+    return encode
+
+
+@pytest.fixture
+def engine(ids) -> ScriptedEngine:
+    return ScriptedEngine(ids)
+
+
+def settings_with(**server: Any) -> Settings:
+    return Settings(
+        model=Model(path="/secret/place", served_name="deepseek"),
+        experts=Experts(resident=4),
+        cache=Cache(context_tokens=4096, pool_tokens=8192),
+        server=ServerSettings(**server),
+    )
+
+
+@pytest.fixture
+async def serve(engine, tokenizer):
+    """serve(keys=…, limits=…, **server settings) -> Server; everything is closed at the end."""
+    async with AsyncExitStack() as stack:
+
+        async def start(limits: Limits = FAST, serves: Any = engine, **server: Any) -> Server:
+            app = build_app(serves, tokenizer, settings_with(**server), identity="weights", limits=limits)
+            runner = build_runner(app)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            port = runner.addresses[0][1]
+            session = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
+            return Server(session, port, engine)
+
+        yield start
+
+
+@pytest.fixture
+async def server(serve: Callable[..., Awaitable[Server]]) -> Server:
+    return await serve()

@@ -1,0 +1,176 @@
+"""An engine that says what a test tells it to, and a client that reads what the server makes of it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
+from tided.errors import RequestError
+
+STATS = {"lane": 0, "cached_tokens": 0, "decode_tok_s": 12.5}
+
+
+@dataclass
+class ScriptedAnswer:
+    """The events of one request. A cancelled one ends with `Finished("cancelled")`, as the engine's do."""
+
+    request: Request
+    ids: Callable[[str], list[int]]
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    over: bool = False
+    drawn: int = 0
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self.over and self.events.empty():
+            raise StopAsyncIteration
+        return await self.events.get()
+
+    def start(self) -> "ScriptedAnswer":
+        self.events.put_nowait(Started(self.request.request_id))
+        return self
+
+    def say(self, text: str) -> "ScriptedAnswer":
+        return self.draw(self.ids(text))
+
+    def draw(self, token_ids: list[int]) -> "ScriptedAnswer":
+        self.drawn += len(token_ids)
+        self.events.put_nowait(Tokens(self.request.request_id, token_ids))
+        return self
+
+    def finish(self, reason: str = "stop", stats: dict[str, Any] | None = None) -> None:
+        if self.over:
+            return
+        self.over = True
+        drawn = self.drawn + (reason == "stop")  # the end token counts
+        last = Finished(self.request.request_id, reason, len(self.request.prompt_ids), drawn, dict(stats or STATS))
+        self.events.put_nowait(last)
+
+    def fail(self, message: str) -> None:
+        self.over = True
+        self.events.put_nowait(Failed(self.request.request_id, message))
+
+
+class ScriptedEngine:
+    def __init__(self, ids: Callable[[str], list[int]]) -> None:
+        self.ids = ids
+        self.answers: list[ScriptedAnswer] = []
+        self.cancels: list[str] = []
+        self.refusal: RequestError | None = None
+        self.play: Callable[[ScriptedAnswer], None] | None = None
+        self.state, self.fault = "ready", ""
+        self._arrived = asyncio.Condition()
+
+    def script(self, *pieces: str, reason: str = "stop") -> None:
+        """Every request is answered with these pieces, an event each."""
+
+        def play(answer: ScriptedAnswer) -> None:
+            answer.start()
+            for piece in pieces:
+                answer.say(piece)
+            answer.finish(reason)
+
+        self.play = play
+
+    def submit(self, request: Request) -> ScriptedAnswer:
+        if self.refusal is not None:
+            raise self.refusal
+        answer = ScriptedAnswer(request, self.ids)
+        self.answers.append(answer)
+        if self.play is not None:
+            self.play(answer)
+        return answer
+
+    def cancel(self, request_id: str) -> None:
+        self.cancels.append(request_id)
+        for answer in self.answers:
+            if answer.request.request_id == request_id:
+                answer.finish("cancelled")
+
+    def health(self) -> dict[str, Any]:
+        lanes = {"total": 2, "busy": 0}
+        return {"state": self.state, "fault": self.fault, "lanes": lanes, "queue": 0, "busy": False}
+
+    @property
+    def request(self) -> Request:
+        return self.answers[-1].request
+
+
+def said(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+@dataclass
+class Server:
+    session: aiohttp.ClientSession
+    port: int
+    engine: ScriptedEngine
+
+    def post(self, body: Any, **options: Any) -> Any:
+        data = body if isinstance(body, (bytes, str)) else json.dumps(body)
+        return self.session.post(options.pop("path", "/v1/chat/completions"), data=data, **options)
+
+    async def ask(self, body: Any, **options: Any) -> tuple[int, dict[str, Any]]:
+        async with self.post(body, **options) as response:
+            return response.status, await response.json()
+
+    async def refused(self, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:
+        """The error of a request that must be refused before it reaches the engine."""
+        before = len(self.engine.answers)
+        got, reply = await self.ask(body, **options)
+        assert got == status, reply
+        assert len(self.engine.answers) == before
+        assert set(reply["error"]) == {"message", "type", "param", "code"}
+        assert "\n" not in reply["error"]["message"]
+        return reply["error"]
+
+    async def stream(self, body: Any, **options: Any) -> list[str]:
+        """The events of a stream as they stood on the wire."""
+        async with self.post({**body, "stream": True}, **options) as response:
+            assert response.status == 200
+            return events(await response.text())
+
+
+def events(text: str) -> list[str]:
+    assert text.endswith("\n\n")
+    return [event + "\n\n" for event in text.split("\n\n")[:-1]]
+
+
+def data(sent: list[str]) -> list[dict[str, Any]]:
+    """The JSON of the data events before [DONE]."""
+    lines = [event[len("data: ") : -2] for event in sent if event.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def gather(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a client's accumulator makes of the chunks."""
+    total: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            total["content"] += delta.get("content", "")
+            total["reasoning_content"] += delta.get("reasoning_content", "")
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    assert call["index"] == len(total["tool_calls"])
+                    total["tool_calls"].append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
+                else:
+                    assert set(call) == {"index", "function"}
+                    assert set(call["function"]) == {"arguments"}
+                total["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+            total["finish_reason"] = choice["finish_reason"] or total["finish_reason"]
+    return total
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Waits for a condition, with a deadline."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
