@@ -1,0 +1,265 @@
+"""Small routes, keys, methods, paths, headers for other origins."""
+
+import asyncio
+import json
+import re
+
+import pytest
+from scripted_engine import said
+
+from tided.api.auth import KeyRing
+from tided.errors import ConfigError, QueueFullError, RequestError
+
+
+@pytest.fixture
+def keys(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("  first-key \n\nzweiter-schlüssel\n")
+    return str(path)
+
+
+async def test_root_and_health_without_a_key(serve, keys):
+    server = await serve(api_keys_file=keys)
+    for path in ("/", "/health", "/health/"):
+        async with server.session.get(path) as response:
+            assert (response.status, (await response.json())["engine"]) == (200, "tidelm")
+        async with server.session.head(path) as response:
+            assert (response.status, await response.read()) == (200, b"")
+
+
+async def test_health_tells_no_secrets(serve, keys):
+    server = await serve(api_keys_file=keys)
+    async with server.session.get("/health") as response:
+        text = await response.text()
+    body = json.loads(text)
+    assert body.items() >= {"status": "ok", "model": "deepseek", "busy": False, "queue": 0, "max_context": 4096}.items()
+    assert body["lanes"] == {"total": 2, "busy": 0}
+    assert body["engine_config"]["cache"]["context_tokens"] == 4096
+    assert "secret" not in text
+    assert keys not in text
+
+
+@pytest.mark.parametrize(
+    ("state", "status"), [("starting", "loading"), ("draining", "draining"), ("fault", "fault"), ("ready", "ok")]
+)
+async def test_health_of_every_state(server, engine, state, status):
+    engine.state, engine.fault = state, "rank 1 is silent" if state == "fault" else ""
+    async with server.session.get("/health") as response:
+        body = await response.json()
+        assert (response.status, body["status"]) == (200 if state == "ready" else 503, status)
+        assert body.get("fault") == ("rank 1 is silent" if state == "fault" else None)
+
+
+async def test_models(server):
+    for path in ("/v1/models", "/v1/models/", "/v1/v1/models", "/v1/models?limit=1000"):
+        async with server.session.get(path, allow_redirects=False) as response:
+            assert response.status == 200
+            body = await response.json()
+    [card] = body["data"]
+    assert body["object"] == "list"
+    assert (body["first_id"], body["last_id"], body["has_more"]) == ("deepseek", "deepseek", False)
+    assert card.items() >= {"id": "deepseek", "object": "model", "type": "model", "max_model_len": 4096}.items()
+    assert card["capabilities"] == {"vision": False, "tools": True, "reasoning": True}
+    for path in ("/v1/models/deepseek", "/v1/v1/models/deepseek/"):
+        async with server.session.get(path) as response:
+            assert (response.status, await response.json()) == (200, card)
+    async with server.session.get("/v1/models/a/b") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (404, "model_not_found")
+    async with server.session.head("/v1/models") as response:
+        assert (response.status, await response.read()) == (200, b"")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/chat/completions/", "/v1/v1/chat/completions"])
+async def test_spellings_of_the_path(server, engine, path):
+    engine.script("</think>x")
+    assert (await server.ask(said("hi"), path=path))[0] == 200
+    assert (await server.ask(said("hi"), path=path + "?beta=true"))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/completions", "/v1/v1/v1/models", "/%00", "/../etc/passwd"])
+async def test_unknown_paths(server, path):
+    for method in ("GET", "POST"):
+        async with server.session.request(method, path, allow_redirects=False) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (404, "not_found")
+            assert response.headers["x-should-retry"] == "false"
+            assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("DELETE", "/v1/models", "GET,HEAD"),
+        ("POST", "/health", "GET,HEAD"),
+        ("PUT", "/", "GET,HEAD"),
+    ],
+)
+async def test_wrong_methods(server, method, path, allowed):
+    async with server.session.request(method, path) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (405, "method_not_allowed")
+        assert response.headers["Allow"] == allowed
+
+
+GOOD = [
+    {"Authorization": "Bearer first-key"},
+    {"Authorization": "bearer  first-key "},
+    {"x-api-key": "first-key"},
+    {"Authorization": "Bearer stale", "x-api-key": "first-key"},
+    {"Authorization": "Bearer first-key", "x-api-key": "stale"},
+]
+BAD = [
+    {},
+    {"Authorization": "Bearer"},
+    {"Authorization": "Bearer first-ke"},
+    {"Authorization": "Bearer first-key2"},
+    {"Authorization": "Basic first-key"},
+    {"Authorization": "first-key"},
+    {"x-api-key": ""},
+    {"x-api-key": "FIRST-KEY"},
+]
+
+
+@pytest.mark.parametrize("headers", GOOD, ids=str)
+async def test_right_keys(serve, keys, engine, headers):
+    engine.script("</think>x")
+    server = await serve(api_keys_file=keys)
+    assert (await server.ask(said("hi"), headers=headers))[0] == 200
+
+
+async def test_the_other_key_and_its_letters(serve, keys):
+    server = await serve(api_keys_file=keys)
+    headers = {"Authorization": "Bearer zweiter-schlüssel"}
+    async with server.session.get("/v1/models", headers=headers) as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize("headers", BAD, ids=str)
+async def test_wrong_keys(serve, keys, headers):
+    server = await serve(api_keys_file=keys)
+    for method, path in [("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/nothing"), ("POST", "/")]:
+        async with server.session.request(method, path, headers=headers, data=b"{") as response:
+            assert response.status == 401
+            assert response.headers["WWW-Authenticate"] == "Bearer"
+            assert (await response.json())["error"] == {
+                "message": "A valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+                "type": "authentication_error",
+                "param": None,
+                "code": "invalid_api_key",
+            }
+
+
+async def test_a_key_in_the_query_is_none(serve, keys):
+    server = await serve(api_keys_file=keys)
+    async with server.session.get("/v1/models?api_key=first-key&key=first-key") as response:
+        assert response.status == 401
+
+
+async def raw(port: int, text: bytes, *, until: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(text)
+        async with asyncio.timeout(5):
+            return await reader.readuntil(until)
+    finally:
+        writer.close()
+
+
+async def test_the_key_is_checked_before_the_body_is_read(serve, keys):
+    server = await serve(api_keys_file=keys)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
+    assert b" 401 " in await raw(server.port, head + b"\r\n", until=b"\r\n")
+    waiting = head + b"Expect: 100-continue\r\n"
+    assert b" 401 " in await raw(server.port, waiting + b"\r\n", until=b"\r\n")
+    right = waiting + b"x-api-key: first-key\r\n\r\n"
+    assert b" 100 Continue" in await raw(server.port, right, until=b"\r\n")
+
+
+async def test_a_body_that_does_not_come_is_given_up(server):
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    reply = await raw(server.port, head, until=b"}}")
+    assert b" 408 " in reply
+    assert b"timeout_error" in reply
+
+
+async def test_every_key_is_compared(monkeypatch):
+    """No early exit: the time must not tell which key was near."""
+    import hmac
+
+    compared = []
+    original = hmac.compare_digest
+    monkeypatch.setattr("tided.api.auth.hmac.compare_digest", lambda a, b: compared.append(b) or original(a, b))
+    KeyRing(("a", "b", "c")).check({"Authorization": "Bearer a", "x-api-key": "b"})
+    assert len(compared) == 6
+    assert len(set(compared)) == 3
+
+
+def test_key_files(tmp_path):
+    assert KeyRing.load("").open
+    with pytest.raises(ConfigError, match="cannot be read"):
+        KeyRing.load(str(tmp_path / "missing"))
+    empty = tmp_path / "empty"
+    empty.write_text("\n  \n")
+    with pytest.raises(ConfigError, match="holds no API key"):
+        KeyRing.load(str(empty))
+
+
+async def test_other_origins_may_ask_an_open_server_only(serve, keys, engine):
+    engine.script("</think>x")
+    wanted = {"Origin": "http://page", "Access-Control-Request-Headers": "authorization, x-thing"}
+    open_server, closed = await serve(), await serve(api_keys_file=keys)
+    async with open_server.session.options("/v1/chat/completions", headers=wanted) as response:
+        assert (response.status, await response.read()) == (204, b"")
+        assert response.headers["Access-Control-Allow-Origin"] == "*"
+        assert response.headers["Access-Control-Allow-Headers"] == "authorization, x-thing"
+        assert response.headers["Access-Control-Allow-Methods"] == "GET, POST, OPTIONS, HEAD"
+        assert response.headers["Access-Control-Max-Age"] == "600"
+    async with open_server.post(said("hi", stream=True), headers=wanted) as response:
+        assert response.headers["Access-Control-Allow-Origin"] == "*"
+        assert "x-request-id" in response.headers["Access-Control-Expose-Headers"]
+    for method in ("OPTIONS", "GET"):
+        async with closed.session.request(method, "/health", headers=wanted) as response:
+            assert not [name for name in response.headers if name.lower().startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "kind", "code", "retry"),
+    [
+        (QueueFullError(32), 429, "rate_limit_error", "queue_full", "true"),
+        (RequestError("loading", status=503, kind="server_error"), 503, "server_error", "engine_unavailable", "true"),
+        (RequestError("bad", param="seed"), 400, "invalid_request_error", None, "false"),
+    ],
+    ids=str,
+)
+async def test_the_engines_refusals(server, engine, refusal, status, kind, code, retry):
+    engine.refusal = refusal
+    for stream in (False, True):
+        async with server.post(said("hi", stream=stream)) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["type"], error["code"]) == (status, kind, code)
+            assert response.headers["x-should-retry"] == retry
+            if retry == "true":
+                assert 1 <= int(response.headers["Retry-After"]) <= 60
+    engine.state = "draining"
+    async with server.post(said("hi")) as response:
+        assert response.headers.get("Retry-After") == (None if retry == "false" else "30")
+
+
+async def test_every_reply_has_a_request_id(server):
+    for path in ("/", "/nothing", "/v1/chat/completions"):
+        async with server.session.post(path, data=b"x") as response:
+            assert re.fullmatch(r"req_[0-9A-Za-z]{24}", response.headers["x-request-id"])
+
+
+async def test_the_fingerprint_changes_with_weights_and_numbers(tokenizer):
+    from conftest import settings_with
+
+    from tided.api.app import _fingerprint
+
+    settings = settings_with()
+    prints = {
+        _fingerprint("a", settings),
+        _fingerprint("b", settings),
+        _fingerprint("a", settings_with(port=9)),
+    }
+    assert len(prints) == 2
