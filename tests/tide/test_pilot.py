@@ -143,6 +143,15 @@ def test_sensitivity_sets_the_gate(tmp_path, level, gate):
     assert tide.prompt_done(counts, mass, totals, 200, lane=0)
 
 
+@pytest.mark.parametrize(("more", "swaps"), [(1.004, 0), (1.006, 1)])
+def test_gains_below_half_a_percent_of_the_mean_are_noise(tmp_path, more, swaps):
+    tide = pilot(tmp_path, prior_votes=0.0)
+    mass = np.ones((SHAPE.layers, SHAPE.experts))
+    mass[3, 47] = more
+    tide.request_done(mass, mass, np.zeros(4), 9, lane=0)
+    assert len(tide.idle_plan()) == swaps
+
+
 def test_switched_off_the_set_stands_and_demand_is_still_recorded(tmp_path):
     tide = pilot(tmp_path, sensitivity="off")
     before = tide.residents

@@ -128,11 +128,11 @@ def test_a_layer_at_its_floor_gives_only_to_itself():
     assert plan == [((0, 1), (0, 2))]
 
 
-def test_a_newcomer_that_found_nobody_is_asked_again_when_a_layer_has_grown():
-    """Layer 1's cheap resident is locked by the floor until layer 1 itself grows."""
-    scores = np.array([[0.50, 0.45, 0.40, 0.00], [0.60, 0.42, 0.01, 0.00]])
-    residents = [(0, 0), (0, 1), (1, 2), (0, 3)]
+def test_a_layer_that_grew_past_its_floor_gives_to_the_next_newcomer():
+    scores = np.array([[0.50, 0.45, 0.02, 0.00], [0.60, 0.42, 0.01, 0.00]])
+    residents = [(0, 0), (0, 2), (0, 3), (1, 2)]
     plan = swap_plan(scores, residents, 1, 9, 0.0)
+    assert plan == [((0, 3), (1, 0)), ((1, 2), (0, 1)), ((0, 2), (1, 1))]
     assert applied(residents, plan) == set(boot_set(scores, 4, 1))
 
 

@@ -53,31 +53,26 @@ def swap_plan(scores: Scores, residents: Iterable[Pair], floor: int, max_swaps: 
     resident that may leave: one of its own layer, or of a layer that has more than `floor`.
 
     A swap must gain more than `min_gain`. Newcomers belong to the best set and leavers do not, so no pair is in both
-    roles, and a plan that was not cut by `max_swaps` leaves nothing for a second one. The floor holds after every swap.
+    roles. The floor holds after every swap. Once a newcomer found nobody, later ones (less wanted) can only trade inside
+    their own layers, which unlocks no other: one pass leaves nothing for a second plan, unless `max_swaps` cut it.
     """
     resident = set(residents)
     best = set(boot_set(scores, len(resident), floor))
     leavers = _Leavers(scores, resident, best, floor)
-    newcomers = sorted(best - resident, key=lambda pair: (-scores[pair], pair))
     plan: list[PairSwap] = []
-    while True:
-        waiting: list[Pair] = []
-        for newcomer in newcomers:
-            leaver = leavers.cheapest(newcomer[0]) if len(plan) < max_swaps else None
-            if leaver is None or not scores[newcomer] - scores[leaver] > min_gain:
-                waiting.append(newcomer)
-                continue
+    for newcomer in sorted(best - resident, key=lambda pair: (-scores[pair], pair)):
+        if len(plan) >= max_swaps:
+            break
+        leaver = leavers.cheapest(newcomer[0])
+        if leaver is not None and scores[newcomer] - scores[leaver] > min_gain:
             leavers.swap(leaver, newcomer)
             plan.append((leaver, newcomer))
-        # A layer that grew past its floor may now give to newcomers that found nobody before.
-        if len(waiting) == len(newcomers):
-            return plan
-        newcomers = waiting
+    return plan
 
 
 class _Leavers:
     """Residents outside the best set, by layer and score. `_open` holds the cheapest of each layer above its floor,
-    and stale entries, which are thrown away when they come up."""
+    and some that have left since, which are thrown away when they come up."""
 
     def __init__(self, scores: Scores, resident: set[Pair], best: set[Pair], floor: int) -> None:
         layers = scores.shape[0]
@@ -120,8 +115,7 @@ class _Leavers:
         while self._open:
             _, layer, expert = self._open[0]
             pair = (-layer, -expert)
-            own = self._by_layer[pair[0]]
-            if self._above_floor[pair[0]] > 0 and own and own[-1] == pair:
+            if self._by_layer[pair[0]][-1:] == [pair]:
                 return pair
             heapq.heappop(self._open)
         return None
