@@ -110,14 +110,14 @@ def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone
     engine = LeaderEngine(rank.executor, Scheduler(limits), link, lambda events: None, lambda error: None)
     for lane in range(limits.lanes):
         engine.submit(request(job, lane, rank.opened.shape.vocab_size))
-    engine._take_in(0.0)
+    engine.take_in()
     while any(running.in_prefill for running in engine.scheduler.running.values()) or not engine.seq:
         engine.turn()
     times = Times(resident=len(rank.residents.pairs), total=len(rank.opened.all_pairs))
     for step in range(WARM_STEPS + job.steps):
         calls, waited = counters(group)
         began = time.perf_counter()
-        engine._take_in(0.0)
+        engine.take_in()
         engine.turn()
         whole = time.perf_counter() - began
         calls_now, waited_now = counters(group)

@@ -203,11 +203,11 @@ class Bench:
     def submit(self, *requests: Request) -> None:
         for one in requests:
             self.engine.submit(one)
-        self.engine._take_in(0.0)
+        self.engine.take_in()
 
     def cancel(self, request_id: str) -> None:
         self.engine.cancel(request_id)
-        self.engine._take_in(0.0)
+        self.engine.take_in()
         self.engine._emit()
 
     def turn(self, times: int = 1) -> None:

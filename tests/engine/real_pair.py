@@ -79,7 +79,7 @@ class Served:
         )
         for request in requests:
             self.engine.submit(request)
-        self.engine._take_in(0.0)
+        self.engine.take_in()
         while self.engine.turn():
             pass
         self.engine.close("done")

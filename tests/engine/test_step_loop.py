@@ -210,6 +210,19 @@ def test_a_swap_that_cannot_be_read_ends_the_engine():
     assert len(bench.tokens("a")) == 1  # nothing after the failed swap
 
 
+def test_a_history_that_cannot_be_written_loses_no_request():
+    pilot = FakePilot()
+
+    def broken(*demand, lane):
+        raise OSError("disk full")
+
+    pilot.request_done = broken
+    bench = Bench(pilot=pilot)
+    bench.submit(request("a", max_tokens=2), request("b", max_tokens=9))
+    run(bench)
+    assert sorted(e.request_id for e in bench.events if isinstance(e, Failed)) == ["a", "b"]
+
+
 def test_a_lane_that_leaks_is_noticed_at_rest():
     bench = Bench()
     bench.submit(request("a", max_tokens=1))

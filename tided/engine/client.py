@@ -25,8 +25,10 @@ CANCEL_GRACE_S = 2.0
 class EngineThread(Protocol):
     """What the client uses of `LeaderEngine`; every method may be called from another thread."""
 
-    residency: Residency
     last_step_s: float
+
+    @property
+    def residency(self) -> Residency: ...
 
     @property
     def seq(self) -> int: ...

@@ -1,0 +1,31 @@
+"""The decode benchmark runs on two ranks and its parts add up."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from real_pair import GOLDEN
+
+ROOT = GOLDEN.parents[2]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.decode_step", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_two_ranks_are_measured():
+    done = bench(str(GOLDEN), "--ranks", "2", "--lanes", "2", "--resident", "52", "--steps", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert (figures["ranks"], figures["lanes"], figures["steps"], figures["resident_share"]) == (2, 2, 5, 0.65)
+    assert figures["collectives_a_step"] >= 20  # two a layer, and the vocabulary
+    parts = [figures[part]["median_ms"] for part in ("model", "collectives", "host")]
+    assert all(part > 0 for part in parts)
+    assert sum(parts) == pytest.approx(figures["step"]["median_ms"], rel=0.5)
+
+
+def test_a_budget_that_cannot_be_is_refused_with_its_exit_code():
+    done = bench(str(GOLDEN), "--ranks", "1", "--resident", "7", "--steps", "5")
+    assert (done.returncode, "experts.resident = 7: this model needs 30 to 80" in done.stderr) == (78, True)
