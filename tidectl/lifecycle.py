@@ -66,6 +66,7 @@ def _claim(directory: Path) -> None:
 
 def _start(profile: Path, directory: Path, timeout_s: float, as_json: bool) -> None:
     progress = Progress()
+    before = logs.sizes(directory)
     handle = supervisor.start(profile, directory)
     try:
         ranks = handle.wait_ready(timeout_s, lambda ranks: progress(loading_line(ranks)))
@@ -75,7 +76,7 @@ def _start(profile: Path, directory: Path, timeout_s: float, as_json: bool) -> N
         raise
     except TideError:
         progress.close()
-        _show_end_of_log(directory)
+        _show_why(directory, before)
         raise
     progress.close()
     _report(profile, directory, ranks, as_json)
@@ -94,14 +95,16 @@ def _abort(handle: supervisor.Handle) -> None:
     say("nothing is running")
 
 
-def _show_end_of_log(directory: Path) -> None:
-    """A rank that ended has its reason in the log, often more of it than in its last word."""
-    last = supervisor.status(directory).last
-    if last is None or last.first is None:
+def _show_why(directory: Path, before: dict[int, int]) -> None:
+    """How far the ranks are that go on loading, or the log of the one that ended: its last word is often shorter."""
+    now = supervisor.status(directory)
+    if now.running:
+        say(loading_line(now.ranks))
+    if now.running or now.last is None or now.last.first is None:
         return
-    lines = logs.tail_of(directory, last.first, LOG_LINES)
+    lines = logs.tail_of(directory, now.last.first, LOG_LINES, before.get(now.last.first, 0))
     if lines:
-        say(f"the last lines of rank {last.first}'s log:")
+        say(f"the last lines of rank {now.last.first}'s log:")
         say("\n".join(f"  {line}" for line in lines))
 
 
@@ -142,5 +145,10 @@ def _stop_timeout(now: supervisor.Status) -> float:
 def loading_line(ranks: list[RankState]) -> str:
     if not ranks:
         return "starting the ranks"
-    said = [f"rank {rank.rank} {rank.phase}" + (f" {rank.message}" if rank.message else "") for rank in ranks]
-    return ", ".join(line.splitlines()[0] for line in said)
+    return ", ".join(_loading(rank) for rank in ranks)
+
+
+def _loading(rank: RankState) -> str:
+    """A failed rank's message is the error in full, which is told when all have ended."""
+    detail = "" if rank.phase == "failed" else rank.message.partition("\n")[0]
+    return f"rank {rank.rank} {rank.phase}" + (f" ({detail})" if detail else "")

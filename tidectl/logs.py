@@ -14,6 +14,8 @@ from tided.errors import NotRunningError
 POLL_S = 0.2
 TAIL_BYTES = 4 << 20  # enough for any -n that a person reads, and a bound for a log without line ends
 
+_LOG_NAME = re.compile(r"rank-(\d+)\.log$")
+
 Line = tuple[int, str]  # rank and text
 
 
@@ -25,12 +27,14 @@ class Log:
         self._file = path.open("rb")
         self._partial = b""
 
-    def last(self, lines: int) -> list[Line]:
-        """The last whole lines; `added` goes on behind them."""
-        start = max(0, os.fstat(self._file.fileno()).st_size - TAIL_BYTES)
+    def last(self, lines: int, since_bytes: int = 0) -> list[Line]:
+        """The last whole lines, of those behind the first `since_bytes`; `added` goes on behind them."""
+        size = os.fstat(self._file.fileno()).st_size
+        begin = since_bytes if since_bytes <= size else 0  # a smaller file is a newer one
+        start = max(begin, size - TAIL_BYTES)
         self._file.seek(start)
         found = self._whole_lines()
-        if start:
+        if start > begin:
             del found[:1]  # begins in the middle
         return found[len(found) - lines :] if lines < len(found) else found
 
@@ -82,23 +86,24 @@ def show(state_dir: Path, rank: int | None, lines: int, follow: bool, as_json: b
             log.close()
 
 
-def tail_of(state_dir: Path, rank: int, lines: int) -> list[str]:
+def sizes(state_dir: Path) -> dict[int, int]:
+    """Bytes in each rank's log: where the next run's lines will begin."""
+    return {rank: path.stat().st_size for rank, path in _found(state_dir / "logs").items()}
+
+
+def tail_of(state_dir: Path, rank: int, lines: int, since_bytes: int = 0) -> list[str]:
     """The end of a rank's log, for a message about how it ended; empty where there is none."""
     try:
-        log = Log(rank, log_path(state_dir / "logs", rank))
+        log = Log(rank, state_dir / "logs" / f"rank-{rank}.log")
     except OSError:
         return []
-    found = [*log.last(lines), *log.rest()]
+    found = [*log.last(lines, since_bytes), *log.rest()]
     log.close()
     return [text for _, text in found[-lines:]]
 
 
-def log_path(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}.log"
-
-
 def _open(directory: Path, rank: int | None) -> list[Log]:
-    found = {int(match[1]): path for path in directory.glob("rank-*.log") if (match := _LOG_NAME.match(path.name))}
+    found = _found(directory)
     wanted = sorted(found) if rank is None else [rank]
     if not wanted or any(number not in found for number in wanted):
         what = "no rank has written a log yet" if rank is None else f"there is no log of rank {rank}"
@@ -106,7 +111,9 @@ def _open(directory: Path, rank: int | None) -> list[Log]:
     return [Log(number, found[number]) for number in wanted]
 
 
-_LOG_NAME = re.compile(r"rank-(\d+)\.log$")
+def _found(directory: Path) -> dict[int, Path]:
+    """Logs in use by rank; a rotated one has a further suffix."""
+    return {int(match[1]): path for path in directory.glob("rank-*.log") if (match := _LOG_NAME.match(path.name))}
 
 
 def _follow(logs: list[Log], write: Callable[[Line], None], alive: Callable[[], bool]) -> None:

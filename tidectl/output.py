@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 from typing import Any, TextIO
@@ -41,24 +42,27 @@ def visible(text: str) -> str:
 
 
 class Progress:
-    """One line that says what is waited for: rewritten on a terminal, else printed when it is new and each 10 s."""
+    """One line that says what is waited for: rewritten on a terminal, elsewhere the first and then one each 10 s."""
 
     def __init__(self) -> None:
         self.terminal = is_terminal(sys.stderr)
-        self.started = self.printed = time.monotonic()
-        self.last = ""
+        self.started = time.monotonic()
+        self.printed: float | None = None
 
     def __call__(self, text: str) -> None:
         now = time.monotonic()
+        line = f"{text} ({now - self.started:.0f} s)"
         if self.terminal:
-            print(f"\r\x1b[K{text} ({now - self.started:.0f} s)", end="", file=sys.stderr, flush=True)
-        elif text != self.last or now - self.printed >= LINE_EVERY_S:
-            say(f"{text} ({now - self.started:.0f} s)")
-            self.printed = now
-        self.last = text
+            columns = shutil.get_terminal_size().columns  # a line that wraps cannot be rewritten
+            print(f"\r\x1b[K{line[: columns - 1]}", end="", file=sys.stderr, flush=True)
+        elif self.printed is not None and now - self.printed < LINE_EVERY_S:
+            return
+        else:
+            say(line)
+        self.printed = now
 
     def close(self) -> None:
-        if self.terminal and self.last:
+        if self.terminal and self.printed is not None:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 

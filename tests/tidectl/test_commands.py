@@ -179,7 +179,10 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Offline:
     return fake
 
 
-def test_logits_of_a_checkpoint(tidectl: Tidectl, tmp_path: Path, offline: Offline) -> None:
+def test_logits_of_a_checkpoint(
+    tidectl: Tidectl, tmp_path: Path, offline: Offline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "LINE_EVERY_S", 0)
     tokens, out = tmp_path / "ids.json", tmp_path / "x.safetensors"
     tokens.write_text("[3, 1, 2]")
     options = ["--chunk", "2", "--ranks", "2", "--resident", "9", "--decode", "1"]
@@ -346,7 +349,12 @@ def test_progress_rewrites_its_line_on_a_terminal() -> None:
     assert on_a_terminal(code) == "\r\x1b[Ka (0 s)\r\x1b[Kb (0 s)\r\x1b[K"
 
 
-def test_progress_elsewhere_is_a_line_when_new_and_each_10_s(
+def test_progress_on_a_narrow_terminal_keeps_to_one_line() -> None:
+    code = "from tidectl.output import Progress; Progress()('x' * 200)"
+    assert on_a_terminal(code, COLUMNS="40") == "\r\x1b[K" + "x" * 39
+
+
+def test_progress_elsewhere_is_a_line_each_10_s(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
@@ -356,7 +364,7 @@ def test_progress_elsewhere_is_a_line_when_new_and_each_10_s(
         now[0] = 100.0 + at
         progress(text)
     progress.close()
-    assert capsys.readouterr().err == "a (0 s)\nb (2 s)\nb (12 s)\n"
+    assert capsys.readouterr().err == "a (0 s)\nb (12 s)\n"
 
 
 def test_an_interrupted_command_exits_with_130(tidectl: Tidectl, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,8 @@ def test_a_rank_that_dies_at_start_is_told_with_its_log(
     assert status.exit_code == 3
     assert "rank 1 with exit code 65: the shard is truncated" in status.stderr
     assert json.loads(tidectl("status", "--json").stdout)["last"]["first"] == 1
+    again = tidectl("start", str(profile))
+    assert again.stderr.count("what went wrong, in full") == 1  # not the first run's lines too
     monkeypatch.delenv("FAKE_DAEMON")
     assert tidectl("start", str(profile)).exit_code == 0
 
@@ -176,7 +178,7 @@ def test_a_start_that_takes_too_long_goes_on(tidectl: Tidectl, profile: Path, mo
     monkeypatch.setenv("FAKE_DAEMON", "1:hang")
     ran = tidectl("start", str(profile), "--timeout", "1")
     assert ran.exit_code == 69
-    assert "rank 1 loading experts 3/8" in ran.stderr
+    assert "rank 0 ready, rank 1 loading (experts 3/8)\n" in ran.stderr
     status = tidectl("status")
     assert status.exit_code == 4
     assert status.stdout.startswith("state      starting")

@@ -107,3 +107,13 @@ def test_the_end_of_a_log_for_a_message(path: Path, tmp_path: Path) -> None:
     assert logs.tail_of(tmp_path, 0, 2) == []
     path.write_text("a\nb\nc")
     assert logs.tail_of(tmp_path, 0, 2) == ["b", "c"]
+
+
+def test_the_end_of_one_run_only(path: Path, tmp_path: Path) -> None:
+    path.write_text("earlier run\n")
+    before = logs.sizes(tmp_path)
+    assert before == {0: 12}
+    append(path, "this run\n")
+    assert logs.tail_of(tmp_path, 0, 9, before[0]) == ["this run"]
+    path.write_text("rotated\n")
+    assert logs.tail_of(tmp_path, 0, 9, before[0]) == ["rotated"]
