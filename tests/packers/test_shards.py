@@ -87,6 +87,7 @@ def test_a_truncated_shard_is_refused_by_name(tmp_path, keep):
 X = {"x": entry("U8", [4], 0, 4)}
 WRONG_HEADERS = {
     "overlap": {"x": entry("U8", [4], 0, 4), "y": entry("U8", [2], 2, 4)},
+    "overlap and gap of one size": {"x": entry("U8", [3], 0, 3), "y": entry("U8", [1], 0, 1)},
     "gap between": {"x": entry("U8", [1], 0, 1), "y": entry("U8", [2], 2, 4)},
     "gap at the front": {"x": entry("U8", [3], 1, 4)},
     "bytes of no tensor at the end": {"x": entry("U8", [3], 0, 3)},

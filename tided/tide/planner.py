@@ -53,8 +53,8 @@ def swap_plan(scores: Scores, residents: Iterable[Pair], floor: int, max_swaps: 
     resident that may leave: one of its own layer, or of a layer that has more than `floor`.
 
     A swap must gain more than `min_gain`. Newcomers belong to the best set and leavers do not, so no pair is in both
-    roles. The floor holds after every swap. Once a newcomer found nobody, later ones (less wanted) can only trade inside
-    their own layers, which unlocks no other: one pass leaves nothing for a second plan, unless `max_swaps` cut it.
+    roles. The floor holds after every swap. Once a newcomer found nobody, later ones (less wanted) can only trade
+    inside their own layers, which unlocks no other: one pass leaves nothing for a second, unless `max_swaps` cut it.
     """
     resident = set(residents)
     best = set(boot_set(scores, len(resident), floor))
