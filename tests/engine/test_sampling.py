@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tided.engine.sampling import draw, noise, philox, sample
+from tided.engine.sampling import draw, least_weight, noise, philox, sample
 from tided.engine.types import Sampling
 from tided.errors import PairError
 
@@ -116,3 +116,15 @@ def test_logits_that_are_no_numbers_stop_the_pair(bad):
     logits[1, 3] = bad
     with pytest.raises(PairError, match="no numbers"):
         sample(logits, [(Sampling(), 0), (Sampling(temperature=0.0), 0)])
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 5.0])
+@pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 1e-12])
+def test_the_nucleus_is_that_of_a_full_sort(spread, top_p):
+    for seed in range(5):
+        weights = torch.exp(torch.randn(700, generator=torch.Generator().manual_seed(seed)).double() * spread)
+        weights /= weights.max()
+        ranked = weights.sort(descending=True).values
+        reached = (ranked.cumsum(0) >= top_p * ranked.sum()).nonzero()
+        expected = float(ranked[int(reached[0])] if len(reached) else ranked[-1])
+        assert least_weight(weights, Sampling(top_p=top_p)) == pytest.approx(expected, rel=1e-12)

@@ -21,7 +21,6 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _WEIGHT_BITS = 44  # weight of the likeliest token; 2^18 tokens of it still fit 63 bits
-_SORTED_TOKENS = (256, 4096)  # a nucleus seldom needs more of the vocabulary sorted
 
 Words = tuple[int, int, int, int]
 
@@ -85,11 +84,9 @@ def least_weight(weights: Tensor, sampling: Sampling) -> float:
 
 
 def _nucleus(weights: Tensor, top_p: float) -> float:
-    """The least weight of the smallest set of likeliest tokens that holds `top_p` of the sum."""
-    wanted = float(weights.sum()) * top_p
-    for count in (*_SORTED_TOKENS, weights.numel()):
-        ranked = torch.topk(weights, min(count, weights.numel())).values
-        reached = ranked.cumsum(dim=0) >= wanted
-        if bool(reached[-1]):
-            return float(ranked[int(reached.to(torch.int8).argmax())])
-    return float(ranked[-1])
+    """The least weight of the smallest set of likeliest tokens that holds `top_p` of the sum. Tokens lighter than the
+    tail's mean over all tokens cannot make up the tail, so the heavier ones reach `top_p`: only they are sorted."""
+    total = weights.sum()
+    ranked = weights[weights >= total * ((1 - top_p) / weights.numel())].sort(descending=True).values
+    last = int(torch.searchsorted(ranked.cumsum(dim=0), total * top_p))
+    return float(ranked[min(last, ranked.numel() - 1)])
