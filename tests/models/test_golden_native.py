@@ -3,12 +3,14 @@ so; the whole is chaotic in a model this small, so it is held statistically."""
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from kernels import experts
 from kernels.indexer import candidate_mask
 from kernels.quantise import bf16
 from tests.models.conftest import PROMPT_TOKENS
+from tests.models.rig import GOLDEN
 from tided.cache.pool import first_rows
 from tided.models.deepseek_v41.indexer import Indexer
 from tided.models.deepseek_v41.moe import Moe
@@ -93,13 +95,18 @@ def test_candidates(rounded):
     assert torch.equal(got & seen, wanted & seen)
 
 
-def test_whole_model_rounding_where_the_reference_does(native_model, prompt, inputs, rounded, monkeypatch):
-    """With each expert's output rounded before the sum and the expected selections, the first rows are equal bit for
-    bit and the rest stays close; what is left is the order in which experts are added. The reference's own decode
-    agrees with its own prefill in 9 of 10 steps."""
-    expert, shared, step = experts._expert, Moe._shared, "prefill"
+@pytest.fixture
+def rounded_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds each expert's output before the sum, as the reference does."""
+    expert, shared = experts._expert, Moe._shared
     monkeypatch.setattr(experts, "_expert", lambda *a: bf16(expert(*a)))
     monkeypatch.setattr(Moe, "_shared", lambda self, x: bf16(shared(self, x)))
+
+
+def test_whole_model_with_the_expected_selections(native_model, prompt, inputs, rounded, rounded_experts, monkeypatch):
+    """The first rows are equal bit for bit and the rest stays close; what is left is the order in which experts are
+    added. The reference's own decode agrees with its own prefill in 9 of 10 steps."""
+    step = "prefill"
 
     def pick(self: Indexer, score: Tensor) -> tuple[Tensor, Tensor]:
         wanted = rounded[f"{step}.topk.{self.layer}"].long()
@@ -118,6 +125,20 @@ def test_whole_model_rounding_where_the_reference_does(native_model, prompt, inp
         agreed += int(row.argmax() == rounded[f"{step}.logits"].argmax())
         assert (row - rounded[f"{step}.logits"]).square().mean().sqrt() < 0.4
     assert agreed >= 9
+    native_model.close_lane(lane)
+
+
+def test_whole_model_with_its_own_selections(native_model, prompt, rounded_experts, taps):
+    """Against the reference with index scores summed in fp32, as here."""
+    expected = load_file(GOLDEN / "expected_fp32idx.safetensors")
+    lane = native_model.open_lane(0)
+    logits = native_model.prefill(lane, prompt, "all")
+    assert (logits - expected["prefill.logits"]).square().mean().sqrt() < 0.3
+    assert (logits.argmax(1) == expected["prefill.logits"].argmax(1)).float().mean() > 0.85
+    for layer, least in ((2, 0.99), (4, 0.97), (6, 0.97), (8, 0.9)):
+        wanted = expected[f"prefill.topk.{layer}"]
+        both = (taps[f"topk.{layer}"].unsqueeze(2) == wanted.unsqueeze(1)) & (wanted >= 0).unsqueeze(1)
+        assert both.sum() / (wanted >= 0).sum() > least, layer
     native_model.close_lane(lane)
 
 

@@ -1,0 +1,151 @@
+"""What is refused: checkpoints, configurations and settings that do not fit, each by name."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from packers.shards import Checkpoint
+from tests.models.random_checkpoint import golden_config, write_checkpoint
+from tests.models.rig import CPU, GOLDEN, full_bank, load_model, settings
+from tided.errors import ConfigError, ContextOverflowError, DataError, TensorError, UnavailableError
+from tided.models.deepseek_v41.config import read_config
+from tided.models.deepseek_v41.names import expected_tensors
+from tided.models.families import family_of
+from tided.models.parallel import Alone
+
+
+def load_as_it_is(path):
+    """Loads with the golden checkpoint's experts, so that only the dense tensors are under test."""
+    checkpoint = Checkpoint.open(path)
+    bank = full_bank(Checkpoint.open(GOLDEN))
+    return family_of(checkpoint.config).load(checkpoint, settings(path), Alone(), bank, CPU)
+
+
+@pytest.fixture
+def altered(tmp_path):
+    """Writes the golden model's tensors with some changed."""
+
+    def write(change):
+        path = write_checkpoint(tmp_path, golden_config())
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+        return path
+
+    return write
+
+
+def test_inventory_matches_the_golden_checkpoint():
+    checkpoint = Checkpoint.open(GOLDEN)
+    checkpoint.require(expected_tensors(read_config(checkpoint.config)))
+    assert len(checkpoint.tensors) == 1052
+
+
+@pytest.mark.parametrize("name", ["layers.3.attn.wq_b.scale", "mtp.2.markov_head.head.weight", "vision.norm.weight"])
+def test_a_missing_tensor(altered, name):
+    with pytest.raises(TensorError, match=f"1 missing: {name}"):
+        load_as_it_is(altered(lambda tensors: tensors.pop(name)))
+
+
+def test_an_extra_tensor(altered):
+    path = altered(lambda tensors: tensors.update({"layers.5.attn.ape": torch.zeros(2)}))
+    with pytest.raises(TensorError, match=r"1 not known to this model: layers.5.attn.ape"):
+        load_as_it_is(path)
+
+
+def test_a_misshapen_tensor(altered):
+    path = altered(lambda tensors: tensors.update({"layers.0.attn.attn_sink": torch.zeros(7)}))
+    with pytest.raises(TensorError, match=r"layers.0.attn.attn_sink \(is F32 \[7\], must be F32 \[8\]\)"):
+        load_as_it_is(path)
+
+
+def test_a_tensor_of_another_dtype(altered):
+    path = altered(lambda tensors: tensors.update({"norm.weight": torch.zeros(128)}))
+    with pytest.raises(TensorError, match=r"norm\.weight \(is F32"):
+        load_as_it_is(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 48}, "head_dim must be a multiple of 32"),
+        ({"head_dim": "64"}, "head_dim"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok exceeds"),
+        ({"hc_mult": 0}, "hc_mult must be at least 1"),
+        ({"compress_ratios": [0] * 10}, "10 entries for 13 blocks"),
+        ({"compress_ratios": [0, 0, 4, 4, 4, 4, 1, 1, 1, 1, 0, 0, 0]}, "compress_ratios other than"),
+        ({"compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0, 0], "kv_source_layer_ids": [2, 6]}, "another ratio"),
+        ({"kv_source_layer_ids": [2, 4, 5]}, "must select among them"),
+        ({"index_source_layer_ids": [2, 4, 6, 12]}, "outside the model"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"o_groups": 3}, "o_groups must divide"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit must be positive"),
+    ],
+)
+def test_an_impossible_configuration(change, message):
+    with pytest.raises(DataError, match=message):
+        read_config(golden_config(**change))
+
+
+def test_a_missing_key_is_named():
+    config = golden_config()
+    del config["text_config"]["q_lora_rank"]
+    with pytest.raises(DataError, match="q_lora_rank"):
+        read_config(config)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "llama"}, {"model_type": 7}])
+def test_an_unknown_family(config):
+    with pytest.raises(DataError, match=r"(?s)is not known.*deepseek_v41"):
+        family_of(config)
+
+
+def test_expert_names_follow_the_record():
+    names = family_of(golden_config()).expert_names(golden_config())(3, 7)
+    assert names[0] == "layers.3.ffn.experts.7.w1.weight"
+    assert [n.split(".")[-2:] for n in names] == [[w, kind] for kind in ("weight", "scale") for w in ("w1", "w3", "w2")]
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    path = write_checkpoint(tmp_path, golden_config())
+    text = (path / "tokenizer.json").read_text("utf-8")
+    (path / "tokenizer.json").write_text(text.replace("<|noise|>", "<|USER|>"), "utf-8")
+    with pytest.raises(DataError, match=r"415 compressed ids for Engram, config\.json states 416"):
+        load_as_it_is(path)
+
+
+def test_a_context_longer_than_the_model():
+    with pytest.raises(ConfigError, match="context_tokens 2000 exceeds the model's 1024"):
+        load_model(config=settings(context_tokens=2000))
+
+
+def test_past_the_context():
+    model = load_model(config=settings(context_tokens=16))
+    lane = model.open_lane(0)
+    model.prefill(lane, torch.arange(16), "none")
+    with pytest.raises(ContextOverflowError):
+        model.decode([lane], torch.tensor([3]))
+    assert lane.position == 16
+
+
+def test_a_pool_that_is_full_leaves_lanes_as_they_were(prompt):
+    model = load_model(config=settings(pool_tokens=256), numerics="fp32")
+    first, second = model.open_lane(0), model.open_lane(1)
+    with pytest.raises(UnavailableError, match="pool_tokens"):
+        model.open_lane(2)
+    model.prefill(first, prompt, "none")
+    assert not model.can_grow([first], 64)
+    with pytest.raises(UnavailableError):
+        model.prefill(first, prompt, "none")
+    assert first.position == 101
+    wanted = model.decode([first], torch.tensor([5]))
+    model.close_lane(first)
+    model.prefill(second, prompt, "none")
+    assert torch.equal(model.decode([second], torch.tensor([5])), wanted)
+    assert model.can_grow([second], 100)
+
+
+def test_logits_of_all_rows_need_the_whole_path(prompt):
+    model = load_model(decoder_replay="bounded")
+    with pytest.raises(ConfigError, match="whole path"):
+        model.prefill(model.open_lane(0), prompt, "all")

@@ -1,0 +1,124 @@
+"""Engram's addresses against the released model's, and its rows against the tables on disk."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kernels.formats import fp8_rows
+from packers.shards import Checkpoint
+from tests.models.random_checkpoint import golden_config
+from tests.models.rig import CPU, GOLDEN
+from tided.errors import DataError
+from tided.models.deepseek_v41.config import read_config
+from tided.models.deepseek_v41.engram import _histories
+from tided.models.deepseek_v41.engram_rows import Table
+from tided.models.deepseek_v41.hashing import layer_hashing
+from tided.models.deepseek_v41.vocabulary import compressed_vocabulary
+
+PREFIX = "layers.1.engram.embed"
+
+
+@pytest.fixture(scope="module")
+def released():
+    return json.loads((GOLDEN / "engram_real.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def released_text():
+    config = read_config(golden_config())
+    return msgspec.structs.replace(
+        config.text_config,
+        engram_layer_ids=(1, 14),
+        engram_num_embeddings=(384006168, 384016682),
+        engram_vocab_size=16000000,
+        engram_n_heads=8,
+        engram_head_dim=256,
+        engram_compressed_vocab_size=99092,
+    )
+
+
+class Tail:
+    def __init__(self, pad, size=3):
+        self.tail = np.full(size, pad, dtype=np.int64)
+
+
+def test_released_addresses(released, released_text):
+    hashing = layer_hashing(released_text)
+    for layer in (1, 14):
+        part = hashing[layer]
+        assert part.multipliers.tolist() == released["multipliers"][str(layer)]
+        assert part.primes.tolist() == released["primes"][str(layer)]
+        assert part.offsets.flatten().tolist() == released["offsets"][str(layer)]
+
+
+@pytest.mark.parametrize("cut", [47, 1, 5])
+def test_released_hashes_of_a_text(released, released_text, cut):
+    """However the text is cut, the tail carries the n-grams over."""
+    compressed, lane = np.array(released["compressed"]), Tail(released["pad_compressed_id"])
+    parts = [compressed[i : i + cut] for i in range(0, len(compressed), cut)]
+    histories = [_histories(lane, part, 4) for part in parts]
+    for layer, hashing in layer_hashing(released_text).items():
+        rows = np.concatenate([hashing.rows_of(h) for h in histories])
+        assert rows.tolist() == released["hash_ids"][str(layer)]
+
+
+def test_a_table_of_another_size_is_refused(released_text):
+    wrong = msgspec.structs.replace(released_text, engram_num_embeddings=(384006168, 384016683))
+    with pytest.raises(DataError, match="layer 14 384016683 rows, its hash addresses 384016682"):
+        layer_hashing(wrong)
+
+
+def test_vocabulary_and_rows_of_the_prompt(prompt, rounded):
+    config = read_config(golden_config()).text_config
+    vocabulary = compressed_vocabulary(GOLDEN / "tokenizer.json", 512, 416)
+    assert vocabulary.max() == 415
+    history = _histories(Tail(vocabulary[2]), vocabulary[prompt.numpy()], 4)
+    for i, hashing in enumerate(layer_hashing(config).values()):
+        assert hashing.rows_of(history).tolist() == rounded["prefill.engram_ids"][:, i].tolist()
+
+
+@pytest.fixture
+def readers():
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def whole_table():
+    checkpoint = Checkpoint.open(GOLDEN)
+    return fp8_rows(checkpoint.read(f"{PREFIX}.weight"), checkpoint.read(f"{PREFIX}.scale"))
+
+
+@pytest.mark.parametrize("cached_rows", [0, 7, 5000])
+def test_rows_from_disk_and_from_the_cache(readers, cached_rows):
+    table = Table(Checkpoint.open(GOLDEN), PREFIX, cached_rows * 66, readers)
+    expected = whole_table()
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        rows = rng.integers(0, 1362, (9, 6))
+        values = table.ask(rows).take(CPU)
+        assert torch.equal(values, expected[torch.from_numpy(rows)].flatten(1))
+
+
+def test_a_cached_row_is_not_read_again(readers):
+    table = Table(Checkpoint.open(GOLDEN), PREFIX, 3 * 66, readers)
+    for rows, read in (([1, 2, 3], 3), ([1], 0), ([4], 1), ([1, 3], 0), ([2], 1)):
+        asked = table.ask(np.array([rows]))
+        assert len(asked.wanted) == read, rows
+        asked.take(CPU)
+
+
+def test_a_table_that_was_cut_off_is_named(tmp_path, readers):
+    for file in GOLDEN.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    checkpoint = Checkpoint.open(tmp_path)
+    info = checkpoint.tensors[f"{PREFIX}.weight"]
+    with info.path.open("r+b") as file:
+        file.truncate(info.offset + 64 * 100 + 5)
+    table = Table(checkpoint, PREFIX, 0, readers)
+    table.ask(np.array([[0, 1, 99]])).take(CPU)
+    with pytest.raises(DataError, match=f"row 100 of {PREFIX}.weight"):
+        table.ask(np.array([[0, 100]])).take(CPU)
