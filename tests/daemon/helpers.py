@@ -4,9 +4,13 @@ with running(profile_text, tmp_path) as pair:      # waits until it serves
     pair.url, pair.pids, pair.log(0), pair.state(1), pair.kill(1, signal.SIGKILL), pair.ended()
 """
 
+import http.client
+import json
 import os
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +30,45 @@ resident = 8
 context_tokens = 64
 pool_tokens = 64
 """
+
+
+class Stream:
+    """A chat completion that is streamed over one connection."""
+
+    def __init__(self, url: str, max_tokens: int, timeout_s: float = 30) -> None:
+        self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout_s)
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": max_tokens, "stream": True}
+        body |= {"model": "tiny", "temperature": 0}
+        self._connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        self._reply = self._connection.getresponse()
+        assert self._reply.status == 200, self._reply.read()
+
+    def events(self):
+        """Each `data:` line decoded, "[DONE]" as it is, until the server ends the stream."""
+        for line in self._reply:
+            if line.startswith(b"data: "):
+                text = line[6:].strip().decode()
+                yield text if text == "[DONE]" else json.loads(text)
+
+    def first_words(self):
+        """Reads until the model speaks."""
+        return next(event for event in self.events() if event["choices"] and spoken(event))
+
+
+def spoken(event) -> str:
+    delta = event["choices"][0]["delta"]
+    return (delta.get("content") or "") + (delta.get("reasoning_content") or "")
+
+
+def health(url: str):
+    """(status, body), or None when nobody answers."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+    except OSError:
+        return None
 
 
 class Running:

@@ -8,18 +8,19 @@ from tided.chat.deepseek_v41 import REQUIRED_SPECIALS
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "deepseek-v41"
 IMAGE_ID = 511
+PAIRS = 80  # 10 MoE layers of 8 experts, top 3
 
 PROFILE = """
 [model]
-path = "checkpoint"
+path = "{path}"
 served_name = "tiny"
 prefill_chunk_tokens = 32
 [experts]
 resident = {resident}
 spare_slots = 4
 [cache]
-context_tokens = 4096
-pool_tokens = 8192
+context_tokens = 1024
+pool_tokens = 2048
 """
 
 
@@ -42,3 +43,7 @@ def with_specials(definition):
         "merges": [pair for pair in merges if all(text in remaining for text in (*pair, "".join(pair)))],
     }
     return definition | {"added_tokens": sorted(kept + added, key=lambda token: token["id"]), "model": model}
+
+
+def profile_text(checkpoint: Path, resident: int = 52) -> str:
+    return PROFILE.format(path=checkpoint, resident=resident)

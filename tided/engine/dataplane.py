@@ -79,7 +79,10 @@ class TorchGroup:
         try:
             return self._combine(part.contiguous(), join)
         except RuntimeError as error:
-            raise PairError(f"rank {self.rank} lost its peers in a collective: {_first_line(error)}") from error
+            raise PairError(
+                f"rank {self.rank} lost another rank in the middle of a step",
+                hint=f"the collective: {_first_line(error)}",
+            ) from error
         finally:
             self.calls += 1
             self.seconds += time.perf_counter() - began_s

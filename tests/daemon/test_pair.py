@@ -1,0 +1,99 @@
+"""Two real ranks of the tiny model, over HTTP: they answer, drain, and fail quickly and cleanly (contract C10)."""
+
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from tests.daemon.helpers import Stream, health, running, spoken, started, until, write_profile
+from tests.daemon.tiny import profile_text
+from tidectl import supervisor
+
+CLIENT_SEES_S = 5.0
+
+
+def test_an_answer_is_finished_before_an_orderly_stop(checkpoint, tmp_path):
+    with running(profile_text(checkpoint), tmp_path) as pair:
+        assert health(pair.url)[1]["status"] == "ok"
+        stream = Stream(pair.url, max_tokens=8)
+        stream.first_words()
+        pair.handle.process.send_signal(signal.SIGTERM)
+        *events, done = stream.events()
+        assert done == "[DONE]"
+        assert any(event["choices"] and event["choices"][0]["finish_reason"] for event in events)
+        last = pair.ended()
+        assert last.first is None
+        assert [rank.exit_code for rank in last.ranks] == [0, 0]
+        assert [pair.state(rank).phase for rank in (0, 1)] == ["stopped", "stopped"]
+        assert "hello" not in pair.log(0) + pair.log(1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_when_a_follower_dies_or_hangs_the_client_is_told_and_a_new_start_works(checkpoint, tmp_path, number):
+    text = profile_text(checkpoint)
+    with running(text, tmp_path) as pair:
+        stream = Stream(pair.url, max_tokens=900)
+        stream.first_words()
+        pair.kill(1, number)
+        began_s = time.monotonic()
+        events = list(stream.events())
+        assert time.monotonic() - began_s < CLIENT_SEES_S
+        *_, failure, done = events
+        assert done == "[DONE]"
+        assert "rank" in failure["error"]["message"]
+        assert failure["error"]["type"] == "server_error"
+        assert health(pair.url) is None or health(pair.url)[0] == 503
+        last = pair.ended()
+        assert {rank.rank: rank.exit_code for rank in last.ranks} == {0: 70, 1: 137}
+        assert "rank" in pair.state(0).message
+        assert pair.state(0).exit_code == 70
+        if number == signal.SIGSTOP:
+            return
+        with started(pair.profile, pair.state_dir) as again:
+            again.handle.wait_ready(60)
+            assert Stream(pair.url, max_tokens=2).first_words()
+
+
+def test_when_rank_0_dies_the_others_end(checkpoint, tmp_path):
+    with running(profile_text(checkpoint), tmp_path) as pair:
+        stream = Stream(pair.url, max_tokens=900)
+        stream.first_words()
+        pair.kill(0, signal.SIGKILL)
+        with suppress(OSError):  # the connection breaks: nobody is left to send an event
+            assert "[DONE]" not in list(stream.events())
+        last = pair.ended()
+        assert last.first == 0
+        assert {rank.rank: rank.exit_code for rank in last.ranks} == {0: 137, 1: 70}
+
+
+def test_one_rank_alone_serves_and_says_so_while_it_loads(checkpoint, tmp_path):
+    profile, port = write_profile(tmp_path, profile_text(checkpoint), ranks=1)
+    with started(profile, tmp_path / "state", port) as single:
+        status, body = until(lambda: health(single.url), 60)  # the port answers before the model is there
+        assert (status, body["status"]) == (503, "loading")
+        single.handle.wait_ready(60)
+        events = list(Stream(single.url, max_tokens=4).events())
+        assert "".join(spoken(event) for event in events[:-1] if event["choices"])
+        supervisor.stop(single.state_dir, 20)
+
+
+def test_ranks_with_different_settings_are_refused_with_both_values(checkpoint, tmp_path):
+    profile, _ = write_profile(tmp_path, profile_text(checkpoint))
+    other = tmp_path / "other.toml"
+    other.write_text(profile.read_text().replace("prefill_chunk_tokens = 32", "prefill_chunk_tokens = 64"))
+    state = ["--state-dir", str(tmp_path / "state")]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tided.daemon", "--profile", str(path), "--rank", str(rank), *state],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, path in enumerate((profile, other))
+    ]
+    words = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [78, 78]
+    for text in words:
+        assert "model.prefill_chunk_tokens: rank 0 has 32, rank 1 has 64" in text
