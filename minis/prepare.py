@@ -30,7 +30,7 @@ ROW = 1024
 HELD_OUT_ROWS = 32
 PAD_ID = 2
 # Dialogues per domain at scale 1.
-_DIALOGUES = {"story": 9000, "qa": 44000, "math": 32000, "codechat": 25000, "tools": 15000, "lang": 12000}
+_DIALOGUES = {"story": 20000, "qa": 60000, "math": 50000, "codechat": 40000, "tools": 16000, "lang": 22000}
 _GENERATORS: dict[str, Callable[[random.Random, Words], Dialogue]] = {
     "story": story.generate,
     "qa": facts.generate,
@@ -110,7 +110,7 @@ def documents(texts: dict[str, list[str]], rng: random.Random, scale: float) -> 
     docs: dict[str, list[list[Segment]]] = {n: [plain(t) for t in texts[n]] for n in ("prose", "code")}
     for name, make in _GENERATORS.items():
         docs[name] = [render(make(rng, words)) for _ in range(int(_DIALOGUES[name] * scale))]
-    docs["story"] += [plain(story.document(rng, words)) for _ in range(int(5000 * scale))]
+    docs["story"] += [plain(story.document(rng, words)) for _ in range(int(12000 * scale))]
     docs["story"] += [plain(t) for t in texts["tiny"]] * (2 if scale >= 1 else 1)
     return docs
 

@@ -29,6 +29,7 @@ WARMUP, FLAT, FLOOR = 80, 0.45, 0.02
 QUANT_FROM = 0.62
 INDEX_WEIGHT, CONFIDENCE_WEIGHT, INFORMATION_WEIGHT = 0.1, 0.1, 0.02
 BALANCE_RATE = 1e-3
+FIRST_MARK = 0.12
 
 
 class Trainer:
@@ -127,6 +128,29 @@ class Trainer:
         return result
 
 
+    def self_check(self, rows: Rows, size: int) -> tuple[float, float]:
+        """Loss of a few rows through the compiled block-sparse path and through plain exact arithmetic."""
+        tokens = torch.cat([rows.tokens[d][:2] for d in ("story", "math", "tools")]).long()
+        weights = torch.cat([rows.weights[d][:2] for d in ("story", "math", "tools")])
+        repeat = -(-size // len(tokens))
+        full = (torch.nn.functional.pad(weights[:, 1:], (0, 1)) == 255).float()
+        target = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+        values = []
+        for plain in (False, True):
+            layers.enable_compile(self.gpu and not plain)
+            many = tokens if plain else tokens.repeat(repeat, 1)[:size]
+            mode = model.Mode(round_kv=True, sparse=False) if plain else self.mode
+            lay = model.make_layout(many, self.cfg, self.hasher) if plain else self.layout(many)
+            with torch.set_grad_enabled(not plain):  # the compiled regions exist for training only
+                packed = model.pack_all(self.p, self.cfg, mode.dtype, self.amount)
+                x = model.trunk(self.p, self.cfg, lay, packed, mode).x[: len(tokens)]
+                logits = model.logits(self.p, x, self.cfg).detach()
+            ce = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+            values.append(float((ce.view_as(full) * full).sum() / full.sum()))
+        layers.enable_compile(self.gpu)
+        return values[0], values[1]
+
+
 def rate_at(progress: float, step: int) -> float:
     warm = min(1.0, (step + 1) / WARMUP)
     if progress < FLAT:
@@ -179,7 +203,7 @@ def main() -> None:
             trainer.graph = None
             torch.cuda.synchronize()
     history: list[dict[str, object]] = []
-    start, step, marks = time.monotonic(), 0, [0.15, 0.4, 0.7, 2.0]
+    start, step, marks = time.monotonic(), 0, [FIRST_MARK, 0.4, 0.7, 2.0]
     while step < a.steps:
         elapsed = time.monotonic() - start
         progress = max(elapsed / a.seconds, step / a.steps)
@@ -200,7 +224,11 @@ def main() -> None:
             if not np.isfinite(values).all():
                 raise SystemExit("training diverged")
         if progress >= marks[0]:
-            marks.pop(0)
+            if marks.pop(0) == FIRST_MARK and gpu:
+                fast, plain = trainer.self_check(test, a.batch)
+                print(f"self check: {fast:.4f} compiled, {plain:.4f} plain", flush=True)
+                if abs(fast - plain) > 0.05:
+                    raise SystemExit("the fast path computes something else than the plain one")
             print("held-out", step, trainer.held_out(test, a.batch), flush=True)
             if len(marks) == 1:
                 save(p, a.out / "part.safetensors")
