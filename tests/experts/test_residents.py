@@ -24,6 +24,7 @@ from expert_fakes import (
 )
 
 import tided.experts.residents as residents_module
+from kernels.formats import fp4_rows
 from tided.errors import DataError, PairError
 from tided.experts.arena import Arena
 from tided.experts.residents import Residents, mask_hash
@@ -267,6 +268,19 @@ def test_the_arena_is_one_aligned_block_with_a_null_slot_of_zeros():
     with pytest.raises(PairError, match="no free expert slot"):
         arena.take()
     assert not arena.data[arena.null].any()
+
+
+def test_the_null_slot_decodes_to_zero_weights():
+    """Zero bytes are not zero in every format: here a code 0 is 0.0, and its scale 2^-127 keeps it so."""
+    arena = Arena(RECORD, 1, 1, CPU)
+    for codes, scale in zip(RECORD.parts[:3], RECORD.parts[3:], strict=True):
+        cut = [
+            arena.data[arena.null, part.offset : part.offset + part.nbytes].view(part.rows, part.row_bytes)
+            for part in (codes, scale)
+        ]
+        weights = fp4_rows(*cut)
+        assert weights.shape == (codes.rows, 2 * codes.row_bytes)
+        assert not weights.any()
 
 
 def test_a_slot_is_used_only_as_its_state_allows():

@@ -43,7 +43,7 @@ class Residents:
         self.layers, self.experts, self.top_k = layers, experts, top_k
         self.generation = 0  # plans applied since the fill
         self.mask_hash = 0  # xor of the residents' keys, kept up to date at no cost
-        self._threads = read_threads
+        self._pool = ThreadPoolExecutor(read_threads, thread_name_prefix="expert-reader")
         self._failed = False
 
     @property
@@ -130,15 +130,13 @@ class Residents:
         """pair -> taken slot that holds its record. A failure makes the set unusable; its slots stay taken, because a
         read that hangs may still write into its own."""
         jobs = {pair: self.arena.take() for pair in pairs}
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="expert-reader")
         try:
-            for done in _finished(pool, self._load, jobs):
+            for done in _finished(self._pool, self._load, jobs):
                 progress(done, len(jobs))
         except BaseException:
             self._failed = True
+            self._pool.shutdown(wait=False, cancel_futures=True)
             raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
         return jobs
 
     def _load(self, pair: Pair, slot: int) -> None:
