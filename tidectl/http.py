@@ -34,7 +34,7 @@ def base_url(url: str) -> str:
 
 def local_url(host: str, port: int) -> str:
     """The URL by which this machine reaches a server that listens on `host`."""
-    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -35,34 +35,31 @@ def check_ports(settings: Settings) -> None:
     if parallel.ranks > 1:
         head = parallel.hosts[0] if parallel.hosts else "127.0.0.1"
         require_free(head, parallel.control_port, "parallel.control_port")
-        require_free(head, parallel.control_port + 1, "parallel.control_port + 1")
+        require_free(head, parallel.control_port + 1, "parallel.control_port", "the second port of ")
         require_free(head, parallel.data_port, "parallel.data_port")
 
 
-def require_free(host: str, port: int, setting: str) -> None:
+def require_free(host: str, port: int, setting: str, which: str = "") -> None:
     """Raises when a listener could not be opened there: by asking the kernel for one, and closing it again."""
-    where = f"{host or '*'}:{port}"
+    where = f"{host}:{port} ({which}{setting})"
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with closing(socket.socket(family, kind)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do: TIME_WAIT is no listener
             probe.bind(address)
             probe.listen(1)
     except socket.gaierror as error:
-        raise ConfigError(f"no such address ({error.strerror})", where=f"{where} ({setting})") from error
+        raise ConfigError(f"no such address ({error.strerror})", where=where) from error
     except OSError as error:
         raise _refusal(error, where, port, setting) from error
 
 
 def _refusal(error: OSError, where: str, port: int, setting: str) -> UnavailableError | PermissionError_ | ConfigError:
-    place = f"{where} ({setting})"
     if error.errno == errno.EADDRINUSE:
         hint = f"another program listens there: `ss -ltnp 'sport = :{port}'` shows which; stop it, or set {setting}"
-        return UnavailableError("the port is in use", where=place, hint=hint)
+        return UnavailableError("the port is in use", where=where, hint=hint)
     if error.errno in (errno.EACCES, errno.EPERM):
         return PermissionError_(
-            "this user may not listen on the port", where=place, hint=f"set {setting} to 1024 or more"
+            "this user may not listen on the port", where=where, hint=f"set {setting} to 1024 or more"
         )
-    return ConfigError(f"nothing can listen there ({os.strerror(error.errno or 0)})", where=place)
+    return ConfigError(f"nothing can listen there ({os.strerror(error.errno or 0)})", where=where)

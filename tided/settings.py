@@ -99,7 +99,9 @@ class Engine(Section, frozen=True):
     device: Annotated[Literal["cpu", "cuda"], _doc("numbers", "Where the model runs.")] = "cpu"
     lanes: Annotated[int, _doc("numbers", "Requests computed at the same time.", ge=1, le=64)] = 2
     queue: Annotated[int, _doc("policy", "Requests that may wait for a lane; more get 429.", ge=0, le=10_000)] = 64
-    threads: Annotated[int, _doc("node", "Arithmetic threads of a rank on CPU.", ge=1, le=256)] = 1
+    threads: Annotated[  # how a product is cut over threads can change its last bit, and ranks must not differ in one
+        int, _doc("numbers", "Arithmetic threads of a rank on CPU.", ge=1, le=256)
+    ] = 1
     guard_every_steps: Annotated[int, _doc("numbers", "Steps between comparisons of the ranks' digests.", ge=1)] = 64
     draft: Annotated[
         Literal["off", "acceptance", "confidence"], _doc("numbers", "Speculative decoding.", built=False)
@@ -131,7 +133,7 @@ class Parallel(Section, frozen=True):
 
 
 class Server(Section, frozen=True):
-    host: Annotated[str, _doc("policy", "Address to listen on.")] = "127.0.0.1"
+    host: Annotated[str, _doc("policy", "Address to listen on.", min_length=1)] = "127.0.0.1"
     port: Annotated[int, _doc("policy", "Port to listen on.", ge=1, le=65535)] = 8000
     api_keys_file: Annotated[str, _doc("policy", "File with one API key a line; empty: anyone may ask.", path=True)] = (
         ""

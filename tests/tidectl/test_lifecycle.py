@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,13 +20,16 @@ from tidectl import lifecycle, preflight, supervisor
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_daemon.py")))
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on, all different."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nothing uses, below those that the kernel hands out by itself."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
 
 
 def within(seconds: float, condition: Callable[[], bool]) -> None:
@@ -45,11 +49,11 @@ def profile(tmp_path: Path) -> Path:
 
 
 def write_profile(path: Path) -> Path:
-    server, data, control = free_ports(3)
+    server = free_ports(4)
     path.write_text(
         f"[model]\npath = 'model'\nserved_name = 'mini'\n[experts]\nresident = 8\n"
         f"[cache]\ncontext_tokens = 64\npool_tokens = 64\n[server]\nport = {server}\ndrain_s = 1\n"
-        f"[parallel]\nranks = 2\ncontrol_port = {min(control, 65534)}\ndata_port = {data}\n"
+        f"[parallel]\nranks = 2\ncontrol_port = {server + 1}\ndata_port = {server + 3}\n"
     )
     return path
 

@@ -104,7 +104,7 @@ def _file_exists(path: str) -> str:
 
 
 def _open_server(host: str, api_keys_file: str) -> str:
-    return "" if api_keys_file or _is_loopback(host) else f"anyone who reaches {host or 'this machine'} may ask"
+    return "" if api_keys_file or _is_loopback(host) else f"anyone who reaches {host} may ask"
 
 
 RULES: tuple[Rule, ...] = (
