@@ -1,6 +1,6 @@
 """Times a decode step of a profile on this machine and prints where it goes.
 
-    python -m bench.decode_step profiles/mini-deepseek.toml [--ranks N] [--lanes N] [--resident N] [--steps N]
+    python bench/decode_step.py profiles/mini-deepseek.toml [--ranks N] [--lanes N] [--resident N] [--steps N]
 
 The ranks run the real engine: lockstep over ZeroMQ, collectives, sampling, accounting; only HTTP is left out. Of a step
 of rank 0, `collectives` is the time in the data plane, waiting for slower ranks included; `model` the rest of the
@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from tided import guard
+from tided.cache.pool import PAGE_TOKENS
 from tided.control.keys import load_keys
 from tided.control.lockstep import Follower, Leader, Solo
 from tided.engine.build import Rank, build_rank, open_model, scheduler_limits
@@ -29,7 +30,7 @@ from tided.engine.core import FollowerEngine
 from tided.engine.dataplane import TorchGroup
 from tided.engine.leader import LeaderEngine
 from tided.engine.local_ranks import free_port, run_ranks
-from tided.engine.offline import first_pairs, settings_of
+from tided.engine.offline import first_pairs, given, settings_of
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Request, Sampling
 from tided.errors import TideError
@@ -68,7 +69,11 @@ class TimedModel:
     def __init__(self, rank: Rank) -> None:
         self._model, self.seconds = rank.model, 0.0
         self.shape, self.prefill = rank.model.shape, rank.model.prefill
-        self.open_lane, self.close_lane = rank.model.open_lane, rank.model.close_lane
+        self.open_lane, self.close_lane, self.can_grow = (
+            rank.model.open_lane,
+            rank.model.close_lane,
+            rank.model.can_grow,
+        )
 
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
         began = time.perf_counter()
@@ -134,9 +139,14 @@ def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone
 def request(job: Job, lane: int, vocab_size: int) -> Request:
     """A prompt of arbitrary tokens, and more answer than is measured; drawn, because drawing costs more than argmax."""
     ids = [(lane * 7919 + 104_729 * i) % vocab_size for i in range(job.prompt_tokens)]
-    tokens = WARM_STEPS + job.steps + 8 + job.settings.engine.lanes * (1 + job.prompt_tokens)
+    tokens = answer_tokens(job.settings.engine.lanes, job.prompt_tokens, job.steps)
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=lane)
     return Request(request_id=f"bench-{lane}", prompt_ids=ids, sampling=sampling, max_tokens=tokens, stop_ids=())
+
+
+def answer_tokens(lanes: int, prompt_tokens: int, steps: int) -> int:
+    """What the first lane may generate while the prompts of the others are computed, and while it is measured."""
+    return lanes * prompt_tokens + WARM_STEPS + steps + 1
 
 
 def counters(group: TorchGroup | Alone) -> tuple[int, float]:
@@ -181,16 +191,15 @@ def show(figures: dict[str, Any]) -> None:
 def job_of(options: argparse.Namespace) -> Job:
     target = Path(options.target)
     settings = settings_of(target) if target.is_dir() else load(target)
-    ranks, lanes = options.ranks or settings.parallel.ranks, options.lanes or 1
-    room = 2 * (options.context + options.steps + 64) + lanes * (1 + options.context)
-    port = free_port()
+    ranks, lanes = given(options.ranks, settings.parallel.ranks), given(options.lanes, 1)
+    room = options.context + answer_tokens(lanes, options.context, options.steps)
     return Job(
         replace(
             settings,
-            experts=replace(settings.experts, resident=options.resident or settings.experts.resident),
-            cache=Cache(context_tokens=room, pool_tokens=lanes * (room + 128)),
+            experts=replace(settings.experts, resident=given(options.resident, settings.experts.resident)),
+            cache=Cache(context_tokens=room, pool_tokens=lanes * (room + PAGE_TOKENS)),
             engine=replace(settings.engine, lanes=lanes),
-            parallel=replace(settings.parallel, ranks=ranks, hosts=(), control_port=port, data_port=free_port()),
+            parallel=replace(settings.parallel, ranks=ranks, hosts=(), control_port=free_port(), data_port=free_port()),
         ),
         options.context,
         options.steps,
@@ -200,7 +209,7 @@ def job_of(options: argparse.Namespace) -> Job:
 def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["--as-rank"]:
         return as_rank(Path(arguments[1]), int(arguments[2]))
-    parser = argparse.ArgumentParser(prog="python -m bench.decode_step", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="decode_step.py", description=__doc__.split("\n")[0])
     parser.add_argument("target", help="a profile, or the directory of a checkpoint")
     for name, default, text in (
         ("--ranks", None, "ranks on this machine (default: the profile's)"),
@@ -217,7 +226,7 @@ def main(arguments: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="tidelm-bench-") as name:
             folder = Path(name)
             (folder / JOB).write_bytes(msgspec.json.encode(job))
-            run_ranks(["bench.decode_step", "--as-rank"], folder, job.settings.parallel.ranks, TIMEOUT_S)
+            run_ranks([__file__, "--as-rank"], folder, job.settings.parallel.ranks, TIMEOUT_S)
             figures = report(msgspec.json.decode((folder / RESULT).read_bytes(), type=Times), job)
     except TideError as error:
         print(error, file=sys.stderr)

@@ -11,7 +11,7 @@ ROOT = GOLDEN.parents[2]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.decode_step", *arguments]
+    command = [sys.executable, "bench/decode_step.py", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -112,7 +112,7 @@ def test_settings_of_a_checkpoint_keep_every_expert():
 
 def start(tmp_path, script: str, ranks: int = 2, timeout_s: float = 60) -> None:
     (tmp_path / "rank_script.py").write_text(f"import sys\nfolder, rank = sys.argv[1], int(sys.argv[2])\n{script}")
-    local_ranks.run_ranks(["rank_script"], tmp_path, ranks, timeout_s)
+    local_ranks.run_ranks(["-m", "rank_script"], tmp_path, ranks, timeout_s)
 
 
 @pytest.fixture

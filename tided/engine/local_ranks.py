@@ -1,6 +1,6 @@
 """Several ranks of one job as processes of this machine, without a daemon: started together, ended together.
 
-A rank is `python -m COMMAND... FOLDER RANK`. Its words go to FOLDER/rank-N.log, it ends with the exit code of its
+A rank is `python COMMAND... FOLDER RANK`. Its words go to FOLDER/rank-N.log, it ends with the exit code of its
 error, and leaves what it computed in the folder.
 """
 
@@ -39,7 +39,7 @@ def _started(command: Sequence[str], folder: Path, ranks: int) -> Iterator[list[
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            line = [sys.executable, "-m", *command, str(folder), str(rank)]
+            line = [sys.executable, *command, str(folder), str(rank)]
             with _log(folder, rank).open("wb") as log:
                 processes.append(subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
         yield processes

@@ -175,7 +175,7 @@ def _over_ranks(job: Job, timeout_s: float) -> Tensor:
     with tempfile.TemporaryDirectory(prefix="tidelm-logits-") as name:
         folder = Path(name)
         (folder / JOB).write_bytes(msgspec.json.encode(job))
-        run_ranks(["tided.engine.offline"], folder, job.settings.parallel.ranks, timeout_s)
+        run_ranks(["-m", "tided.engine.offline"], folder, job.settings.parallel.ranks, timeout_s)
         return load_file(folder / RESULT)[KEY]
 
 

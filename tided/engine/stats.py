@@ -80,7 +80,8 @@ class RequestStats:
         return 0.0 if self.first_token_s is None else self.last_s - self.first_token_s
 
     def report(self, residency: Residency, now_s: float) -> dict[str, Any]:
-        """The stable keys of `x_engine_stats`; None where nothing is known (no first token, no pick)."""
+        """The stable keys of `x_engine_stats`; None where nothing is known (no first token, no pick). The hit rate is
+        that of the answer, and of the prompt where no step followed it."""
         queued_until = now_s if self.admitted_s is None else self.admitted_s
         ttft = None if self.first_token_s is None else self.first_token_s - self.submitted_s
         both = Picks(*(getattr(self.prefill, n) + getattr(self.decode, n) for n in Picks.__dataclass_fields__))
