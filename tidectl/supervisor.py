@@ -40,6 +40,10 @@ DAEMON = (sys.executable, "-m", "tided.daemon")
 
 LOCK_TRIES = 20  # a status command holds the lock for an instant while it looks
 
+KINDS: dict[int, type[TideError]] = {
+    kind.exit_code: kind for kind in (ConfigError, DataError, UnavailableError, PermissionError_)
+}
+
 Progress = Callable[[list[RankState]], None]
 Record = TypeVar("Record", bound=msgspec.Struct)
 
@@ -224,11 +228,17 @@ def read_file(path: Path, kind: type[Record]) -> Record | None:
 
 
 def why_ended(now: Status, state_dir: Path) -> TideError:
-    """The error with which the first rank ended, or what the log must tell when it said nothing."""
-    first = next((rank for rank in now.last.ranks if rank.rank == now.last.first), None) if now.last else None
-    if first is None:
+    """The error of the rank that has a reason of its own, else of the first to end; the others only lost their peer.
+    A rank that said nothing is told of by its exit code."""
+    ended = now.last.ranks if now.last else []
+    first = now.last.first if now.last else None
+    culprits = [rank for rank in ended if rank.exit_code in KINDS] + [rank for rank in ended if rank.rank == first]
+    if not culprits:
         return UnavailableError("the supervisor ended", hint=f"see {state_dir / 'logs' / 'supervisor.log'}")
-    kinds: list[type[TideError]] = [ConfigError, DataError, UnavailableError, PermissionError_, PairError]
-    kind = next((kind for kind in kinds if kind.exit_code == first.exit_code), PairError)
-    message = first.message or f"it ended with exit code {first.exit_code} and no word"
-    return kind(message, where=f"rank {first.rank}", hint=f"its log: {state_dir / 'logs' / f'rank-{first.rank}.log'}")
+    culprit = culprits[0]
+    message = culprit.message or f"it ended with exit code {culprit.exit_code} and no word"
+    return KINDS.get(culprit.exit_code, PairError)(
+        message,
+        where=f"rank {culprit.rank}",
+        hint=f"its log: {state_dir / 'logs' / f'rank-{culprit.rank}.log'}",
+    )

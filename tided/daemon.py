@@ -28,7 +28,7 @@ from tided.control.notify import Notifier
 from tided.control.state import Phase, StateFile
 from tided.control.wire import all_local
 from tided.engine.types import Event
-from tided.errors import ConfigError, PairError, PermissionError_, TideError, UsageError
+from tided.errors import ConfigError, PairError, PermissionError_, TideError, UnavailableError, UsageError
 from tided.profile import load, refuse_missing, refuse_unread
 from tided.settings import Settings
 
@@ -111,7 +111,6 @@ class Daemon:
 
             self._front = await Front.open(self._settings)
             self._show("loading", "libraries")
-        await asyncio.to_thread(_import_engine)
         self._start_engine()
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait((self._outcome, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -120,11 +119,17 @@ class Daemon:
         stop.cancel()
 
     def _start_engine(self) -> None:
-        from tided.boot import run_rank
-
-        arguments = (self._settings, self._rank, self._keys, self._state.path.parent, self)
-        self._thread = threading.Thread(target=run_rank, args=arguments, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._thread.start()
+
+    def _run_engine(self) -> None:
+        """torch and all that computes with it take seconds to import: here, off the loop."""
+        try:
+            from tided.boot import LoopSide, run_rank
+        except ImportError as error:
+            return self.ended(UnavailableError(f"a library cannot be loaded: {error}", hint="install TideLM again"))
+        loop_side: LoopSide = self
+        return run_rank(self._settings, self._rank, self._keys, self._state.path.parent, loop_side)
 
     async def _start_heartbeats(self, session: str, keys: Keys) -> None:
         self._heartbeats = Heartbeats(
@@ -236,15 +241,11 @@ class Daemon:
         return self._heartbeats is not None and self._heartbeats.peer_seq[0] > seq
 
 
-def _import_engine() -> None:
-    """torch and all that computes with it: seconds, off the loop."""
-    import tided.boot  # noqa: F401
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     os.umask(0o077)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    time = "" if "JOURNAL_STREAM" in os.environ else "%(asctime)s "  # the journal has its own
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"{time}%(levelname)s %(name)s %(message)s")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # where is every thread? in the log
     state: StateFile | None = None

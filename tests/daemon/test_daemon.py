@@ -1,0 +1,127 @@
+"""The loop's side of a rank, with an engine thread that does what the test says."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.control.conftest import make_settings
+from tests.daemon.helpers import until, write_profile
+from tests.daemon.tiny import profile_text
+from tided import boot, daemon
+from tided.control.state import StateFile, read_rank
+from tided.errors import DataError, PairError, TideError, UnavailableError
+
+
+class FakeEngine:
+    seq = 0
+
+
+@pytest.fixture
+def make_daemon(tmp_path, monkeypatch):
+    """`make_daemon(thread)`: rank 1, whose engine thread runs `thread(loop_side)`."""
+
+    def make(thread, environment=()):
+        for name, value in dict(environment).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(boot, "run_rank", lambda settings, rank, keys, state_dir, side: thread(side))
+        return daemon.Daemon(make_settings(2), 1, None, StateFile(tmp_path, 1))
+
+    return make
+
+
+async def test_an_orderly_end(make_daemon, tmp_path):
+    def thread(side):
+        side.tell("handshake")
+        side.ready(FakeEngine())
+        side.ended(None)
+        side.ended(PairError("later words do not count"))
+
+    assert await asyncio.wait_for(make_daemon(thread).run(), 10) is None
+    assert read_rank(tmp_path, 1).phase == "stopped"
+    assert read_rank(tmp_path, 1).exit_code == 0
+
+
+async def test_an_error_is_kept_in_the_state_file(make_daemon, tmp_path):
+    fault = DataError("is truncated", where="model.safetensors")
+    assert await asyncio.wait_for(make_daemon(lambda side: side.ended(fault)).run(), 10) is fault
+    state = read_rank(tmp_path, 1)
+    assert (state.phase, state.exit_code, state.message) == ("failed", 65, "model.safetensors: is truncated")
+
+
+async def test_a_lost_peer_ends_a_rank_whose_engine_hangs(make_daemon):
+    release = threading.Event()
+
+    def thread(side):
+        side.ready(FakeEngine())
+        release.wait(30)
+
+    rank = make_daemon(thread)
+    asyncio.get_running_loop().call_later(0.1, rank._conclude, PairError("rank 0 is silent"))
+    assert "silent" in str(await asyncio.wait_for(rank.run(), 10))
+    assert rank.engine_is_alive  # the process must not wait for it
+    release.set()
+
+
+async def test_the_watchdog_is_fed_while_the_engine_progresses_or_rests_and_not_otherwise(make_daemon):
+    release = threading.Event()
+    rank = make_daemon(lambda side: release.wait(30))
+    assert rank._progresses()  # still starting
+    rank._start_engine()
+    rank._engine = engine = FakeEngine()
+    rank._heartbeats = type("Beats", (), {"peer_seq": {0: 0}})()
+    assert rank._progresses()
+    assert rank._progresses()  # nothing to do
+    rank._heartbeats.peer_seq[0] = 5
+    assert not rank._progresses()  # rank 0 is ahead, and this engine stands still
+    engine.seq = 1
+    assert rank._progresses()
+    assert not rank._progresses()
+    engine.seq = 5
+    assert rank._progresses()
+    release.set()
+    rank._thread.join(10)
+    assert not rank._progresses()  # its engine has ended
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "words"),
+    [
+        (MemoryError(), UnavailableError, "memory"),
+        (ValueError("a mistake"), TideError, "a mistake"),
+        (DataError("damaged"), DataError, "damaged"),
+    ],
+)
+def test_whatever_the_start_raises_is_told(monkeypatch, tmp_path, raised, kind, words):
+    def fail(*_):
+        raise raised
+
+    class Side:
+        told = None
+
+        def ended(self, error):
+            self.told = error
+
+    monkeypatch.setattr(boot, "_lead", fail)
+    side = Side()
+    boot.run_rank(make_settings(1), 0, None, tmp_path, side)
+    assert type(side.told) is kind
+    assert words in str(side.told)
+
+
+def test_a_rank_that_waits_for_the_others_can_be_stopped(checkpoint, tmp_path):
+    profile, _ = write_profile(tmp_path, profile_text(checkpoint))
+    command = [sys.executable, "-m", "tided.daemon", "--profile", str(profile), "--rank", "1"]
+    process = subprocess.Popen([*command, "--state-dir", str(tmp_path / "state")], stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: (state := read_rank(tmp_path / "state", 1)) and state.phase == "joining", 60)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(5) == 0
+        assert read_rank(tmp_path / "state", 1).phase == "stopped"
+    finally:
+        process.kill()
+        process.communicate()
