@@ -18,22 +18,28 @@ FLOORS: dict[str, set[str]] = {
     "tided.settings": set(),
     "tided.engine.types": set(),
     "tided.profile": set(),
-    "tided.tide": set(),
-    "tided.control": set(),
     "tided.guard": set(),
+    "tided.tide": set(),
+    "tided.control": {"tided.guard"},
     "tided.experts": {"kernels", "packers"},
     "tided.cache": {"kernels"},
     "tided.models": {"kernels", "packers", "tided.experts", "tided.cache"},
     "tided.engine": {
-        "kernels", "packers", "tided.tide", "tided.experts", "tided.models", "tided.control", "tided.profile",
+        "kernels", "packers", "tided.tide", "tided.experts", "tided.cache", "tided.models", "tided.control",
+        "tided.profile",
     },
     "tided.chat": set(),
     "tided.api": {"tided.chat"},
-    "tided.daemon": {
-        "packers", "tided.profile", "tided.tide", "tided.experts", "tided.models", "tided.engine", "tided.control",
-        "tided.guard", "tided.api", "tided.chat",
+    # A rank's life: `daemon` on the loop, `front` its HTTP side, `boot` the engine thread's side.
+    "tided.front": {"tided.api", "tided.chat", "tided.engine", "tided.control", "packers"},
+    "tided.boot": {
+        "packers", "tided.tide", "tided.experts", "tided.models", "tided.engine", "tided.control", "tided.guard",
     },
-    "tidectl": {"packers", "tided.profile", "tided.engine.offline", "tided.chat"},
+    "tided.daemon": {"tided.front", "tided.boot", "tided.engine", "tided.control", "tided.profile"},
+    # A daemon is reached by its files, its socket or HTTP; the offline command computes without one.
+    "tidectl": {
+        "packers", "tided.profile", "tided.control.state", "tided.control.files", "tided.engine.offline", "tided.chat",
+    },
 }  # fmt: skip
 
 BANNED_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "jinja2", "yaml"}
@@ -122,6 +128,7 @@ def test_policy_imports_no_torch() -> None:
         ("tided.api.app", "from tided.engine.core import Engine"),
         ("tided.api.app", "from ..engine import core"),
         ("tidectl.main", "from tided.daemon import main"),
+        ("tidectl.main", "from tided.control.lockstep import Leader"),
     ],
 )
 def test_the_floor_check_sees_a_wrong_import(module: str, code: str) -> None:
