@@ -210,6 +210,13 @@ async def test_stop_string_over_token_borders(server, engine, pieces):
         assert engine.cancels == [answer.request.request_id for answer in engine.answers]
 
 
+async def test_tokens_behind_a_stop_string_are_not_counted(server, engine):
+    kept = engine.ids("</think>a STOP")
+    engine.play = lambda answer: answer.start().draw(kept + engine.ids("!!! and more"))
+    _, reply = await server.ask(said("hi", stop="STOP"))
+    assert reply["usage"]["completion_tokens"] == reply["x_engine_stats"]["completion_tokens"] == len(kept)
+
+
 async def test_near_miss_of_a_stop_string_appears_whole(server, engine):
     engine.script("</think>", *"one DEFGHX")
     assert gather(data(await server.stream(said("hi", stop="DEFGHIJ"))))["content"] == "one DEFGHX"

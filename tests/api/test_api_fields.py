@@ -2,10 +2,14 @@
 
 import gzip
 import json
+import tracemalloc
 import zlib
 
 import pytest
 from scripted_engine import said
+
+from tided.api.body import decompressed
+from tided.errors import RequestError
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 NAN = '{"messages": [{"role": "user", "content": "x"}], "temperature": %s}'
@@ -363,8 +367,6 @@ async def test_continue_a_final_message(server, engine, tokenizer):
         NAN % "1e999",
         NAN % ("9" * 5000),
         "[" * 100_000,
-        '{"a":' * 129 + "1" + "}" * 129,
-        json.dumps({"messages": [], "deep": json.loads("[" * 128 + "]" * 128)}),
     ],
     ids=lambda body: str(body)[:30],
 )
@@ -420,3 +422,21 @@ async def test_a_damaged_compressed_body(server):
     for damaged in (whole[:-12], whole[:-1], whole + b"more"):
         await server.refused(damaged, headers={"Content-Encoding": "gzip"})
     await server.refused(whole, headers={"Content-Encoding": "br"})
+
+
+@pytest.mark.parametrize("deep", ["[" * 128 + "]" * 128, '{"a":' * 128 + "1" + "}" * 128], ids=["arrays", "objects"])
+async def test_a_body_nested_too_deep(server, deep):
+    error = await server.refused(json.dumps(said("hi", x=json.loads(deep))))
+    assert "nested deeper than 128" in error["message"]
+
+
+def test_a_bomb_is_never_unfolded():
+    bomb = gzip.compress(b" " * 50_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as refusal:
+            decompressed(bomb, "gzip", 4096)
+        assert refusal.value.status == 413
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()

@@ -188,6 +188,8 @@ def test_wrapped_arguments_are_unwrapped_only_when_alone_and_unknown():
     both = everywhere(block(invoke("f", wrapped, parameter("a", "2"))), tools=(TOOL,))
     assert arguments(both) == [{"arguments": {"a": 1}, "a": "2"}]
     assert arguments(everywhere(block(invoke("g", wrapped)), tools=(TOOL,))) == [{"arguments": {"a": 1}}]
+    meant = Tool("f", {"name": "f", "parameters": {"properties": {"arguments": {}}}})
+    assert arguments(everywhere(block(invoke("f", wrapped)), tools=(meant,))) == [{"arguments": {"a": 1}}]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +228,7 @@ def test_stop_strings():
     held = everywhere("abc ST" + block(invoke("f")), stops=["STOP"])
     assert (held["content"], held["finish_reason"]) == ("abc ST", "tool_calls")
     assert everywhere("</think>\n\nfine", start="reasoning", stops=["\n\n"])["content"] == "fine"
+    assert len(everywhere(block(invoke("f")), stops=["\n\n"])["calls"]) == 1
 
 
 def test_newlines_after_a_continued_prompt_are_kept():
