@@ -70,7 +70,7 @@ class Served:
         self.ranks = [build_rank(model, group, pairs, lambda *_: None) for group in groups]
         self.link = Wire() if ranks > 1 else Solo()
         others = [FollowerEngine(rank.executor, self.link, self.faults.append) for rank in self.ranks[1:]]
-        threads = [threading.Thread(target=engine.run) for engine in others]
+        threads = [threading.Thread(target=engine.run, daemon=True) for engine in others]
         for thread in threads:
             thread.start()
         scheduler = Scheduler(scheduler_limits(model.settings))

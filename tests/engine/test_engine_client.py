@@ -32,7 +32,7 @@ class Gate(Alone):
 async def running():
     client, link = EngineClient(LIMITS.lanes, LIMITS.queue), Gate()
     engine = LeaderEngine(executor(), Scheduler(LIMITS), link, client.post, client.post_fault)
-    thread = threading.Thread(target=engine.run)
+    thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()
     client.attach(engine)
     try:

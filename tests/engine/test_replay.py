@@ -37,7 +37,7 @@ def test_recorded_steps_replay_to_the_same_tokens():
 def pair(pilot=None):
     wire, faults = Wire(), []
     other = follower(wire, faults)
-    thread = threading.Thread(target=other.run)
+    thread = threading.Thread(target=other.run, daemon=True)  # a failing test must not hang
     return Bench(link=wire, pilot=pilot), other, thread, faults
 
 
@@ -75,6 +75,29 @@ def assert_stopped(bench: Bench) -> None:
 
 def test_another_mask_is_noticed():
     assert_stopped(diverging(lambda rank: rank.residents.apply([((0, 0), (0, 7))])))
+
+
+def test_the_digest_covers_mask_demand_and_tokens_each_alone():
+    def digest(change) -> str:
+        rank = executor()
+        change(rank)
+        return rank.execute(Step(1, 0, digest_due=True)).digest
+
+    def token(rank):
+        rank._history.update(b"another token")
+
+    def mask(rank):
+        rank.residents.apply([((0, 0), (0, 7))])
+
+    def wanted(rank):
+        rank.tap.counts[1, 2, 3] += 1
+
+    def missed(rank):
+        rank.tap.totals[0, 1] += 1
+
+    changes = (lambda rank: None, token, mask, wanted, missed)
+    assert len({digest(change) for change in changes}) == len(changes)
+    assert digest(mask) == digest(mask)
 
 
 def test_another_token_is_noticed():

@@ -265,7 +265,7 @@ def test_the_same_id_twice_is_a_fault():
 
 
 def run(bench: Bench) -> None:
-    thread = threading.Thread(target=bench.engine.run)
+    thread = threading.Thread(target=bench.engine.run, daemon=True)
     thread.start()
     thread.join(20)
     assert not thread.is_alive()
