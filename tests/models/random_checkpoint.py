@@ -23,6 +23,47 @@ def golden_config(**changes: Any) -> dict[str, Any]:
     return config
 
 
+def released_config() -> dict[str, Any]:
+    """The released model's dimensions, as its documentation and inference code state them."""
+    config = golden_config(
+        vocab_size=129280,
+        hidden_size=5120,
+        moe_intermediate_size=2304,
+        num_hidden_layers=40,
+        num_attention_heads=64,
+        head_dim=512,
+        qk_rope_head_dim=64,
+        q_lora_rank=1280,
+        o_lora_rank=1024,
+        o_groups=8,
+        swiglu_limit=10.0,
+        max_position_embeddings=1048576,
+        n_routed_experts=384,
+        num_experts_per_tok=6,
+        sliding_window=128,
+        compress_ratios=[0, 0] + [2] * 18 + [1] * 20 + [0] * 3,
+        kv_source_layer_ids=[2, 8, 14, 20],
+        index_source_layer_ids=[2, 8, 14, 20, 24, 28, 32, 36],
+        index_n_heads=32,
+        index_head_dim=128,
+        index_topk=512,
+        candidate_source_layer_id=20,
+        candidate_topk_blocks=2048,
+        candidate_block_size=8,
+        engram_layer_ids=[1, 14],
+        engram_num_embeddings=[384006168, 384016682],
+        engram_vocab_size=16000000,
+        engram_n_heads=8,
+        engram_head_dim=256,
+        engram_compressed_vocab_size=99092,
+        dspark_target_layer_ids=[37, 38, 39],
+        dspark_markov_rank=256,
+        dspark_n_routed_experts=128,
+    )
+    config["vision_config"].update(num_hidden_layers=32, hidden_size=1024, intermediate_size=2816)
+    return config
+
+
 def write_checkpoint(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """One shard, with the golden tokenizer. Values have the size that keeps activations near one."""
     generator = torch.Generator().manual_seed(seed)

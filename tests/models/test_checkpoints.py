@@ -1,11 +1,13 @@
 """What is refused: checkpoints, configurations and settings that do not fit, each by name."""
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from packers.shards import Checkpoint
-from tests.models.random_checkpoint import golden_config, write_checkpoint
+from tests.models.random_checkpoint import golden_config, released_config, write_checkpoint
 from tests.models.rig import CPU, GOLDEN, full_bank, load_model, settings
 from tided.errors import ConfigError, ContextOverflowError, DataError, TensorError, UnavailableError
 from tided.models.deepseek_v41.config import read_config
@@ -39,6 +41,22 @@ def test_inventory_matches_the_golden_checkpoint():
     checkpoint = Checkpoint.open(GOLDEN)
     checkpoint.require(expected_tensors(read_config(checkpoint.config)))
     assert len(checkpoint.tensors) == 1052
+
+
+def test_inventory_of_the_released_checkpoint():
+    """Its 96,085 tensors and the bytes of its shards, 133,120 less if the vision norms are bf16."""
+    width = {"BF16": 2, "F32": 4, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
+    specs = expected_tensors(read_config(released_config())).values()
+    assert len(specs) == 96085
+    total = sum(math.prod(s.shape) * width[s.dtype if isinstance(s.dtype, str) else s.dtype[0]] for s in specs)
+    assert total == 510_286_023_000
+
+
+def test_records_of_the_released_experts():
+    family = family_of(released_config())
+    assert family.expert_record(released_config(), 1).nbytes == 18_800_640
+    assert family.expert_record(released_config(), 2).share == 1152
+    assert family.shape(released_config()).moe_layers == 40
 
 
 @pytest.mark.parametrize("name", ["layers.3.attn.wq_b.scale", "mtp.2.markov_head.head.weight", "vision.norm.weight"])

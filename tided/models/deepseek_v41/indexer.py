@@ -36,8 +36,6 @@ class Indexer:
         """x [T, D] the attention's input, q_latent [T, q rank]: sets the selection of every span."""
         query: Tensor | None = None
         for span in step.spans:
-            if self.publishes:
-                span.candidates = None
             entries = span.end // self.ratio
             if not self._must_score(span, entries):
                 span.selection = self._everything(span, entries, step.positions[span.rows])
