@@ -5,15 +5,12 @@ the prompt was cut nor on the rank."""
 
 import torch
 from torch import Tensor
-
-_BLOCK_ELEMENTS = 1 << 22  # bounds the [queries, heads, entries] product
+from torch.nn.functional import pad
 
 
 def index_scores(query: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
     """query [T, h, d], weight [T, h], keys [n, d], fp32 -> sum over heads of weight * relu(query key), [T, n]."""
-    block = max(1, _BLOCK_ELEMENTS // (query.shape[1] * keys.shape[0]))
-    parts = [(query[i : i + block], weight[i : i + block]) for i in range(0, query.shape[0], block)]
-    return torch.cat([torch.bmm(w.unsqueeze(1), torch.relu(q @ keys.t())).squeeze(1) for q, w in parts])
+    return torch.bmm(weight.unsqueeze(1), torch.relu(query @ keys.t())).squeeze(1)
 
 
 def best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -27,17 +24,18 @@ def best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return indices, score.gather(1, indices) > -torch.inf
 
 
-def candidate_mask(score: Tensor, visible: Tensor, blocks: int, block_size: int) -> Tensor:
-    """score [T, n] (-inf where not visible), visible [T] int64 -> mask [T, n] of the entries in the best blocks.
+def candidate_blocks(score: Tensor, visible: Tensor, blocks: int, block_size: int) -> Tensor:
+    """score [T, n] (-inf where not visible), visible [T] int64 -> [T, ceil(n / block_size)] bool: the best `blocks`.
 
     A block counts by its best visible entry; the block of the newest visible entry is always in."""
-    count = score.shape[1]
-    padded = torch.nn.functional.pad(score, (0, -count % block_size), value=-torch.inf)
-    block_score = padded.view(len(padded), -1, block_size).amax(-1)
-    if block_score.shape[1] <= blocks:
-        return score > -torch.inf
+    padded = pad(score, (0, -score.shape[1] % block_size), value=-torch.inf)
+    block_score = padded.view(len(score), -1, block_size).amax(-1)
     newest = ((visible - 1).clamp_min(0) // block_size).unsqueeze(1)
     block_score.scatter_(1, newest, torch.inf)
-    indices, counted = best(block_score, blocks)
-    kept = torch.zeros_like(block_score, dtype=torch.bool).scatter_(1, indices, counted)
-    return kept.repeat_interleave(block_size, 1)[:, :count] & (score > -torch.inf)
+    indices, counted = best(block_score, min(blocks, block_score.shape[1]))
+    return torch.zeros_like(block_score, dtype=torch.bool).scatter_(1, indices, counted)
+
+
+def limit_to_blocks_(score: Tensor, kept: Tensor, block_size: int) -> None:
+    """score [T, n]: -inf outside the blocks that are kept, [T, ceil(n / block_size)] bool; in place."""
+    score.masked_fill_(~kept.repeat_interleave(block_size, 1)[:, : score.shape[1]], -torch.inf)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kernels.attention import latent_attention
 from kernels.compressor import pool_groups
-from kernels.indexer import best, candidate_mask, index_scores
+from kernels.indexer import best, candidate_blocks, index_scores, limit_to_blocks_
 from kernels.numerics import FP32, NATIVE
 from kernels.rope import Yarn, frequencies, rotate_, rotation
 
@@ -85,9 +85,7 @@ def test_pooling_weighs_per_channel():
             torch.testing.assert_close(got[g, c], w * rows[g, 0, c] + (1 - w) * rows[g, 1, c])
 
 
-@pytest.mark.parametrize("block", [1, 40, 1 << 22])
-def test_index_scores(monkeypatch, block):
-    monkeypatch.setattr("kernels.indexer._BLOCK_ELEMENTS", block)
+def test_index_scores():
     query, weight, keys = randn(4, 3, 8), randn(4, 3, seed=1), randn(6, 8, seed=2)
     expected = torch.einsum("th,thn->tn", weight, torch.relu(torch.einsum("thd,nd->thn", query, keys)))
     torch.testing.assert_close(index_scores(query, weight, keys), expected)
@@ -105,8 +103,13 @@ def test_the_best_entries_with_ties_to_the_lower_index(scores, data):
 
 def test_candidate_blocks():
     """Of blocks of two, the best by their best entry; the newest visible entry's always; never one that is not seen."""
-    score = torch.tensor([[5.0, 0, 9, 1, 7, 7, 2, -math.inf, -math.inf, -math.inf]])
-    mask = candidate_mask(score, torch.tensor([7]), blocks=2, block_size=2)
-    assert mask[0].nonzero().flatten().tolist() == [2, 3, 6]
-    mask = candidate_mask(score, torch.tensor([7]), blocks=4, block_size=2)
-    assert mask[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 6]
+    score = torch.tensor([[5.0, 0, 9, 1, 7, 7, 2, -math.inf, -math.inf]])
+    assert candidate_blocks(score, torch.tensor([7]), 2, 2)[0].tolist() == [False, True, False, True, False]
+    assert candidate_blocks(score, torch.tensor([7]), 5, 2)[0].tolist() == [True, True, True, True, False]
+
+
+def test_scores_outside_the_kept_blocks():
+    score = torch.arange(5.0).repeat(2, 1)
+    limit_to_blocks_(score, torch.tensor([[True, False, True], [False, True, False]]), 2)
+    inf = math.inf
+    assert score.tolist() == [[0, 1, -inf, -inf, 4], [-inf, -inf, 2, 3, -inf]]

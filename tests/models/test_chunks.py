@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tided.models.deepseek_v41 import attention, indexer
+
 
 def logits_by(model, prompt, chunk):
     lane = model.open_lane(0)
@@ -48,3 +50,9 @@ def test_a_long_context_over_many_pages(fp32_model, prompt):
     ids = prompt.repeat(4)[:400]
     one, many = logits_by(fp32_model, ids, 400), logits_by(fp32_model, ids, 96)
     assert ((one - many).abs().amax(1) < 1e-3).float().mean() > 0.95
+
+
+def test_queries_scored_a_few_at_a_time(fp32_model, prompt, whole, monkeypatch):
+    monkeypatch.setattr(indexer, "_SCORE_ELEMENTS", 5000)
+    monkeypatch.setattr(attention, "_ROW_ELEMENTS", 20000)
+    torch.testing.assert_close(logits_by(fp32_model, prompt, len(prompt)), whole, rtol=1e-4, atol=1e-4)

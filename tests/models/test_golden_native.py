@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kernels import experts
-from kernels.indexer import candidate_mask
+from kernels.indexer import candidate_blocks
 from kernels.quantise import bf16
 from tests.models.conftest import PROMPT_TOKENS
 from tests.models.rig import GOLDEN
@@ -89,10 +89,10 @@ def test_engram_from_its_inputs(native_model, prompt, rounded, taps):
 
 def test_candidates(rounded):
     visible = torch.arange(1, PROMPT_TOKENS + 1)
-    got = candidate_mask(rounded["prefill.index_scores.6"], visible, 6, 4)
-    wanted = rounded["prefill.candidates"].bool()
+    kept = candidate_blocks(rounded["prefill.index_scores.6"], visible, 6, 4)
+    got = kept.repeat_interleave(4, 1)[:, :PROMPT_TOKENS]
     seen = torch.arange(PROMPT_TOKENS) < visible.unsqueeze(1)
-    assert torch.equal(got & seen, wanted & seen)
+    assert torch.equal(got & seen, rounded["prefill.candidates"].bool() & seen)
 
 
 @pytest.fixture

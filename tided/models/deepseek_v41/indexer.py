@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.indexer import best, candidate_mask, index_scores
+from kernels.indexer import best, candidate_blocks, index_scores, limit_to_blocks_
 from kernels.linear import fp8_linear
 from kernels.numerics import Numerics
 from kernels.rope import rotate_
@@ -14,6 +14,8 @@ from tided.cache.pool import Pool, first_rows, physical_rows
 from tided.models.deepseek_v41.config import TextConfig
 from tided.models.deepseek_v41.step import Pass, Selection, Span
 from tided.models.deepseek_v41.weights import Weights
+
+_SCORE_ELEMENTS = 1 << 24  # bounds the [queries, heads, entries] product
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,15 @@ class Indexer:
             if query is None:
                 query, weight = self._query(step, x, q_latent)
             visible = (step.positions[span.rows] + 1) // self.ratio
-            score = self._scores(span, query[span.rows], weight[span.rows], visible)
-            span.selection = self._chosen(span, score)
+            span.selection = self._chosen(span, entries, query[span.rows], weight[span.rows], visible)
 
     def _must_score(self, span: Span, entries: int) -> bool:
         """Where all that is visible fits, it is taken without asking, unless later layers need the scores."""
-        limits = self.publishes and entries > self.blocks * self.block_size
-        return entries > self.top_k or limits or span.candidates is not None
+        return entries > self.top_k or self._limits(entries) or span.candidates is not None
+
+    def _limits(self, entries: int) -> bool:
+        """Whether this layer's candidate pool leaves any of the entries out."""
+        return self.publishes and entries > self.blocks * self.block_size
 
     def _query(self, step: Pass, x: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor]:
         """-> query [T, heads, head_dim], head weights [T, heads]."""
@@ -58,21 +62,24 @@ class Indexer:
         query = n.index(n.store(rotate_(query, step.turn(self.ratio))))
         return query, n.store(matmul(x, self.weights_proj)) * (self.head_dim**-0.5 * self.heads**-0.5)
 
-    def _scores(self, span: Span, query: Tensor, weight: Tensor, visible: Tensor) -> Tensor:
-        """-> [T, entries] with -inf where a query does not see an entry. Later layers' pool limits come after."""
-        entries = span.end // self.ratio
+    def _chosen(self, span: Span, entries: int, query: Tensor, weight: Tensor, visible: Tensor) -> Selection:
+        """A few queries at a time, so that memory does not grow with queries times entries."""
         keys = first_rows(span.lane, self.ratio, entries, self.pool.keys[self.source]).to(torch.float32)
-        score = index_scores(query, weight, keys)
-        score.masked_fill_(torch.arange(entries, device=score.device) >= visible.unsqueeze(1), -torch.inf)
-        if self.publishes and entries > self.blocks * self.block_size:
-            span.candidates = candidate_mask(score, visible, self.blocks, self.block_size)
-        elif span.candidates is not None:
-            score.masked_fill_(~span.candidates, -torch.inf)
-        return score
-
-    def _chosen(self, span: Span, score: Tensor) -> Selection:
-        entries, valid = self.pick(score)
-        return Selection(physical_rows(span.lane, self.ratio, entries), valid)
+        size = max(1, _SCORE_ELEMENTS // (entries * self.heads))
+        chosen, kept = [], []
+        for i in range(0, span.count, size):
+            cut = slice(i, i + size)
+            score = index_scores(query[cut], weight[cut], keys)
+            score.masked_fill_(torch.arange(entries, device=score.device) >= visible[cut].unsqueeze(1), -torch.inf)
+            if span.candidates is not None:
+                limit_to_blocks_(score, span.candidates[cut], self.block_size)
+            elif self._limits(entries):
+                kept.append(candidate_blocks(score, visible[cut], self.blocks, self.block_size))
+            chosen.append(self.pick(score))
+        if kept:
+            span.candidates = torch.cat(kept)
+        numbers, valid = (torch.cat(parts) for parts in zip(*chosen, strict=True))
+        return Selection(physical_rows(span.lane, self.ratio, numbers), valid)
 
     def pick(self, score: Tensor) -> tuple[Tensor, Tensor]:
         """score [T, n] -> entries [T, k] ascending, and which of them count."""

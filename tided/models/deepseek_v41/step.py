@@ -34,7 +34,7 @@ class Span:
     count: int
     floor: int = 0
     selection: Selection | None = None  # of the last index source
-    candidates: Tensor | None = None  # [T, entries] mask of the candidate source; None: no limit
+    candidates: Tensor | None = None  # [T, blocks] bool, the candidate pool of the layers behind; None: no limit
 
     @property
     def end(self) -> int:
