@@ -10,7 +10,7 @@ from tidectl import http
 from tidectl.http import RequestFailed
 from tidectl.output import dim, emit, is_terminal, report, say, visible
 from tidectl.running import running_url
-from tided.errors import UsageError
+from tided.errors import UnavailableError, UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -46,7 +46,7 @@ def run(prompt: str | None, url: str | None, options: Options, as_json: bool) ->
     server = Server(http.base_url(url or running_url() or DEFAULT_URL), os.environ.get("TIDE_API_KEY", ""))
     if prompt is None and sys.stdin.isatty() and not as_json:
         return converse(server, options)
-    question = sys.stdin.read() if prompt is None else prompt
+    question = _standard_input() if prompt is None else prompt
     if not question.strip():
         raise UsageError("no question", hint='tidectl chat "How many legs does a spider have?"')
     return ask(server, question, options, as_json)
@@ -73,11 +73,19 @@ def converse(server: Server, options: Options) -> None:
         except KeyboardInterrupt:
             say(dim("\n(stopped; this question and its answer are left out of the conversation)"))
             continue
-        except RequestFailed as error:
+        except (RequestFailed, UnavailableError) as error:
             report(error)
             continue
         _finish(answer)
         messages += [_user(prompt), {"role": "assistant", "content": answer.content}]
+
+
+def _standard_input() -> str:
+    """By bytes: what a locale would make of them is not what was written."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the question on standard input is no UTF-8 text ({error})") from error
 
 
 def statistics_line(answer: Answer) -> str:

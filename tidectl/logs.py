@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tidectl.output import emit, say, styled
+from tidectl.output import emit, is_terminal, say, styled, visible
 from tided.errors import NotRunningError
 
 POLL_S = 0.2
@@ -135,9 +135,11 @@ def _write_all(lines: list[Line], write: Callable[[Line], None]) -> None:
 
 
 def _writer(prefixed: bool) -> Callable[[Line], None]:
+    terminal = is_terminal(sys.stdout)
+
     def write(line: Line) -> None:
         prefix = styled(f"rank {line[0]} | ", "2", sys.stdout) if prefixed else ""
-        print(f"{prefix}{line[1]}")
+        print(f"{prefix}{visible(line[1]) if terminal else line[1]}")
 
     return write
 

@@ -1,5 +1,7 @@
 """`tidectl`: the commands and their options. What they do is imported when it is run, so that help comes at once."""
 
+import io
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -210,6 +212,9 @@ def profile_show(file: Profile, json: Json = False) -> None:
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character that cannot be shown must not end an answer
     app()
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import time
+import unicodedata
 from typing import Any, TextIO
 
 from tided.errors import TideError
@@ -38,7 +39,14 @@ def dim(text: str) -> str:
 
 def visible(text: str) -> str:
     """`text` without what would steer a terminal: a model's answer is data, whatever it contains."""
-    return "".join(char for char in text if char in "\n\t" or char.isprintable())
+    return "".join(char for char in text if char in "\n\t" or not _steers(char))
+
+
+def _steers(char: str) -> bool:
+    """Control characters, halves of characters, and those that turn the writing direction round."""
+    return (
+        unicodedata.category(char) in ("Cc", "Cs") or char in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    )
 
 
 class Progress:
@@ -69,4 +77,4 @@ class Progress:
 def report(error: TideError) -> None:
     """An error of ours: what, where, and the next step. Compiler form names its severity by itself."""
     label = "" if ": error: " in error.what.partition("\n")[0] else f"{styled('error', '1;31', sys.stderr)}: "
-    say(f"{label}{error}")
+    say(f"{label}{visible(str(error))}")

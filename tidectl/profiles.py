@@ -1,5 +1,6 @@
 """Which file a profile argument means: a path, or the name of a profile that comes with TideLM."""
 
+import os.path
 from pathlib import Path
 
 from tided.errors import UsageError
@@ -18,9 +19,10 @@ def names(incomplete: str = "") -> list[str]:
 
 def find(argument: str) -> Path:
     """A file wins over a bundled name, so that a bundled name can never shadow somebody's own profile."""
-    path = Path(argument).expanduser()
-    if path.is_file():
-        return path
+    # Unlike Path's, these two never raise, whatever the argument.
+    path = os.path.expanduser(argument)  # noqa: PTH111
+    if os.path.isfile(path):  # noqa: PTH113
+        return Path(path)
     if argument in bundled():
         return bundled()[argument]
     import difflib

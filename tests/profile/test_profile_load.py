@@ -67,6 +67,17 @@ def test_paths_are_relative_to_the_profile(profile: Path, monkeypatch: pytest.Mo
     assert load(profile).model.path == "/srv/a"
 
 
+@pytest.mark.parametrize("path", ["~no-such-user/a", "x" * 300, "y/" * 3000])
+def test_a_path_that_cannot_be_is_a_fault_not_a_crash(profile: Path, path: str) -> None:
+    profile.write_text(
+        f"{VALID}[tide]\nseed = {path!r}\n[server]\napi_keys_file = {path!r}\n".replace("models/a", path)
+    )
+    [error] = [problem for problem in check(profile) if problem.severity == "error"]
+    assert "there is no file" in error.message
+    profile.write_text(f"{VALID}[tide]\nseed = {path!r}\n".replace("models/a", path))
+    assert [problem.line for problem in check(profile)] == [2, 10]
+
+
 def test_a_link_to_a_checkpoint_keeps_its_name(profile: Path) -> None:
     (profile.parent / "models").mkdir()
     (profile.parent / "models" / "a").symlink_to("/nowhere")

@@ -1,6 +1,8 @@
 """`tidectl chat` against a server of canned answers."""
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -136,9 +138,14 @@ def test_a_silent_server_is_given_up(tidectl: Tidectl, monkeypatch: pytest.Monke
     assert "has sent nothing for 0.05 s" in ran.stderr
 
 
-def test_a_conversation_remembers_and_outlives_a_refusal(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [400, 429])
+def test_a_conversation_remembers_and_outlives_a_refusal(
+    server: Canned, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
     questions = iter(["One?", "", "Two?", "Three?"])
-    answers: Any = iter([(200, server.chunks({"content": "1"})), (400, None), (200, server.chunks({"content": "3"}))])
+    answers: Any = iter(
+        [(200, server.chunks({"content": "1"})), (status, None), (200, server.chunks({"content": "3"}))]
+    )
 
     def ask(_prompt: str) -> str:
         question = next(questions, None)
@@ -173,9 +180,9 @@ def test_an_interrupted_answer_leaves_the_conversation_as_it_was(
 
 def test_an_answer_cannot_steer_the_terminal(server: Canned, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(chat, "is_terminal", lambda _: True)
-    server.events = server.chunks({"content": "a\x1b[2Jb\tc\nd\x07\u202e"})
+    server.events = server.chunks({"content": "a\x1b[2Jb\tc\nd\x07\u202e\ud800\xa0\u200d\u00e9"})
     chat.ask(chat.Server(server.url, ""), "?", chat.Options(), as_json=False)
-    assert capsys.readouterr().out == "a[2Jb\tc\nd\n"
+    assert capsys.readouterr().out == "a[2Jb\tc\nd\xa0\u200d\u00e9\n"
 
 
 @pytest.mark.parametrize(
@@ -201,3 +208,18 @@ def test_the_local_url_of_a_server() -> None:
     assert http.local_url("0.0.0.0", 1) == "http://127.0.0.1:1"
     assert http.local_url("::", 1) == "http://[::1]:1"
     assert http.local_url("10.0.0.1", 1) == "http://10.0.0.1:1"
+
+
+def test_half_a_character_does_not_end_an_answer(server: Canned) -> None:
+    server.events = server.chunks({"content": "a\ud800b"})
+    command = [sys.executable, "-m", "tidectl.main", "chat", "?", "--url", server.url]
+    ran = subprocess.run(command, capture_output=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, b"a?b\n")
+
+
+def test_a_question_that_is_no_text(server: Canned) -> None:
+    command = [sys.executable, "-m", "tidectl.main", "chat", "--url", server.url]
+    ran = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=60)
+    assert ran.returncode == 2
+    assert b"is no UTF-8 text" in ran.stderr
+    assert server.requests == []

@@ -166,4 +166,5 @@ def _at(reading: Reading, location: Location) -> Span:
 
 def _absolute(value: str, base: Path) -> str:
     """Against the profile's directory. Not `resolve()`: a symbolic link to a checkpoint keeps its own name."""
-    return os.path.normpath(base / Path(value).expanduser()) if value else ""
+    expanded = os.path.expanduser(value)  # noqa: PTH111  Path's raises for a user that does not exist
+    return os.path.normpath(base / expanded) if value else ""

@@ -5,6 +5,7 @@ from pathlib import Path
 from tided.errors import ConfigError, DataError
 from tided.profile.problems import Problem, Severity, in_order, render
 from tided.profile.reading import Reading, read
+from tided.profile.rules import is_file
 from tided.profile.schema import KEYS, value_of
 from tided.settings import Settings
 
@@ -65,7 +66,7 @@ def checkpoint_fault(path: Path) -> str:
 
 
 def _seed_fault(seed: str) -> str:
-    return f"there is no demand seed at {seed}" if seed and not Path(seed).is_file() else ""
+    return f"there is no demand seed at {seed}" if seed and not is_file(seed) else ""
 
 
 def _toml(value: object) -> str:
