@@ -102,16 +102,16 @@ def compute(job: Job, opened: OpenedModel, group: Group, progress: Progress) -> 
     """This rank's part of the job; every rank gets the whole result [tokens, vocab]."""
     rank = build_rank(opened, group, first_pairs(opened), progress)
     try:
-        return teacher_forced(rank.model, job.token_ids, job.decode, job.settings.model.prefill_chunk_tokens)
+        ids = torch.tensor(job.token_ids, dtype=torch.int64, device=job.settings.engine.device)
+        return teacher_forced(rank.model, ids, job.decode, job.settings.model.prefill_chunk_tokens)
     finally:
         rank.source.close()
 
 
 @torch.inference_mode()
-def teacher_forced(model: Model, token_ids: list[int], decode: int, chunk: int) -> Tensor:
-    """Logits [tokens, vocab] after each token: chunks first, then the last `decode` tokens one by one."""
+def teacher_forced(model: Model, ids: Tensor, decode: int, chunk: int) -> Tensor:
+    """ids [tokens] int64 -> logits [tokens, vocab] after each token: chunks first, then the last `decode` one by one."""
     lane = model.open_lane(0)
-    ids = torch.tensor(token_ids, dtype=torch.int64)
     prompt, tail = ids[: len(ids) - decode], ids[len(ids) - decode :]
     rows = [model.prefill(lane, part, "all") for part in torch.split(prompt, chunk) if len(part)]
     rows += [model.decode([lane], token[None]) for token in tail]
