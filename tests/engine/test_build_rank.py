@@ -19,7 +19,7 @@ from tided.settings import Cache, Engine, Experts
         ({"cache": Cache(context_tokens=1025, pool_tokens=2048)}, r"cache\.context_tokens = 1025: .* 1024 positions"),
         (
             {"cache": Cache(context_tokens=64, pool_tokens=63)},
-            r"cache\.pool_tokens = 63: .* context_tokens = 64",
+            r"pool_tokens = 63: .* cache\.context_tokens = 64",
         ),
     ],
 )

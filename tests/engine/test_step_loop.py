@@ -36,6 +36,14 @@ def test_a_stop_id_ends_the_answer_and_is_counted_but_not_sent():
     assert (bench.end("a").reason, bench.end("a").completion_tokens) == ("stop", stop + 1)
 
 
+def test_every_drawn_token_but_the_last_enters_the_context():
+    bench = Bench()
+    bench.submit(request("a", prompt=9, max_tokens=20))
+    bench.turn(7)
+    (lane,) = bench.model.open
+    assert lane.ids == request("a", prompt=9).prompt_ids + bench.tokens("a")[:-1]
+
+
 def test_one_token_comes_with_the_last_chunk():
     bench = Bench()
     bench.submit(request("a", prompt=9, max_tokens=1))

@@ -110,7 +110,7 @@ def compute(job: Job, opened: OpenedModel, group: Group, progress: Progress) -> 
 
 @torch.inference_mode()
 def teacher_forced(model: Model, ids: Tensor, decode: int, chunk: int) -> Tensor:
-    """ids [tokens] int64 -> logits [tokens, vocab] after each token: chunks first, then the last `decode` one by one."""
+    """ids [tokens] int64 -> logits [tokens, vocab] after each: chunks first, then the last `decode` one by one."""
     lane = model.open_lane(0)
     prompt, tail = ids[: len(ids) - decode], ids[len(ids) - decode :]
     rows = [model.prefill(lane, part, "all") for part in torch.split(prompt, chunk) if len(part)]
