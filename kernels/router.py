@@ -40,13 +40,16 @@ def route(score: Tensor, bias: Tensor, routable: Tensor, top_k: int, scale: floa
     biased = score + bias
     wanted = biased.topk(top_k, -1).indices
     wanted_scores = score.gather(1, wanted)
-    wanted_weights = wanted_scores / (wanted_scores.sum(-1, keepdim=True) + _SUM_EPS)
+    wanted_weights = by_row(_normalised, wanted_scores)
     here = routable[wanted]
     if bool(here.all()):
         return Routing(wanted, wanted_weights * scale, wanted, wanted_scores, wanted_weights, ~here)
     if int(routable.sum()) < top_k:
         raise ValueError(f"{int(routable.sum())} routable experts, the router needs {top_k}")
     ids = biased.masked_fill(~routable, -torch.inf).topk(top_k, -1).indices
-    chosen = score.gather(1, ids)
-    weights = chosen / (chosen.sum(-1, keepdim=True) + _SUM_EPS) * scale
+    weights = by_row(_normalised, score.gather(1, ids)) * scale
     return Routing(ids, weights, wanted, wanted_scores, wanted_weights, ~here)
+
+
+def _normalised(chosen: Tensor) -> Tensor:
+    return chosen / (chosen.sum(-1, keepdim=True) + _SUM_EPS)

@@ -52,6 +52,14 @@ def test_a_long_context_over_many_pages(fp32_model, prompt):
     assert ((one - many).abs().amax(1) < 1e-3).float().mean() > 0.95
 
 
+def test_logits_may_be_changed_in_place(fp32_model, prompt):
+    """Sampling divides and masks them where they lie."""
+    lane = fp32_model.open_lane(0)
+    assert not fp32_model.prefill(lane, prompt[:5], "last").is_inference()
+    assert not fp32_model.decode([lane], prompt[:1]).is_inference()
+    fp32_model.close_lane(lane)
+
+
 def test_queries_scored_a_few_at_a_time(fp32_model, prompt, whole, monkeypatch):
     monkeypatch.setattr(indexer, "_SCORE_ELEMENTS", 5000)
     monkeypatch.setattr(attention, "_ROW_ELEMENTS", 20000)

@@ -6,6 +6,7 @@ import torch
 from kernels.rows import ROWS
 from tests.models.random_checkpoint import golden_config, write_checkpoint
 from tests.models.rig import load_model, settings
+from tided.errors import UnavailableError
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +56,13 @@ def test_more_lanes_than_rows(wide_model, prompt):
         alone = wide_model.open_lane(i)
         assert torch.equal(wide_model.decode([alone], tokens[i : i + 1])[0], together[i])
         wide_model.close_lane(alone)
+
+
+def test_a_pool_too_small_for_all_lanes_moves_none():
+    """Also when the lanes do not fit one run of rows."""
+    model = load_model(config=settings(pool_tokens=128 * (ROWS + 2)))
+    lanes = [model.open_lane(i) for i in range(ROWS + 2)]
+    model.prefill(lanes[-1], torch.arange(128) % 500, "none")
+    with pytest.raises(UnavailableError):
+        model.decode(lanes, torch.full((ROWS + 2,), 5))
+    assert [lane.position for lane in lanes] == [0] * (ROWS + 1) + [128]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.formats import fp8_rows
 from packers.shards import Checkpoint, TensorInfo
-from tided.errors import DataError
+from tided.errors import DataError, UnavailableError
 
 READ_TIMEOUT_S = 60.0
 _TASK_ROWS = 64  # rows of one task: a thread's start costs about as much as reading them
@@ -34,8 +34,13 @@ class _Array:
         weakref.finalize(self, os.close, self._fd)
 
     def read(self, row: int, out: memoryview) -> None:
-        if os.preadv(self._fd, [out], self._info.offset + row * self.row_bytes) != self.row_bytes:
-            raise DataError(f"ends inside row {row} of {self._info.name}", where=str(self._info.path))
+        where, name = str(self._info.path), self._info.name
+        try:
+            count = os.preadv(self._fd, [out], self._info.offset + row * self.row_bytes)
+        except OSError as e:
+            raise DataError(f"row {row} of {name} cannot be read: {e.strerror}", where=where) from e
+        if count != self.row_bytes:
+            raise DataError(f"ends inside row {row} of {name}", where=where)
 
 
 class Table:
@@ -100,9 +105,9 @@ class Asked:
     reads: list[Future[None]]
 
     def take(self, device: torch.device) -> Tensor:
-        """-> fp32 [T, columns * dim], dequantised. Waits for the reads; raises DataError if one failed or hangs."""
+        """-> fp32 [T, columns * dim], dequantised. Waits for the reads: DataError if one failed, UnavailableError if one hangs."""
         if wait(self.reads, timeout=READ_TIMEOUT_S).not_done:
-            raise DataError(f"Engram rows were not read within {READ_TIMEOUT_S:.0f} s", hint="the disk does not answer")
+            raise UnavailableError(f"the disk gave no Engram rows within {READ_TIMEOUT_S:.0f} s")
         for read in self.reads:
             read.result()
         for i, row in self.wanted:

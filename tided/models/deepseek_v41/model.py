@@ -84,11 +84,12 @@ class DeepseekV41:
         """See `Model`. Taken in runs of at most ROWS lanes: within them kernels compute row by row."""
         contexts = [_context(lane) for lane in lanes]
         self._check_room(contexts, 1)
+        self.pool.grow(contexts, 1)
         parts = []
         for i in range(0, len(contexts), ROWS):
             part = slice(i, i + ROWS)
             parts.append(self.logits(self.forward(contexts[part], token_ids[part].view(-1, 1), bounded=False)))
-        return torch.cat(parts)
+        return torch.cat(parts)  # outside inference mode: an ordinary tensor
 
     @torch.inference_mode()
     def forward(self, lanes: list[Context], token_ids: Tensor, bounded: bool) -> Tensor:
@@ -125,7 +126,7 @@ class DeepseekV41:
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> streams [T, S, D], all equal."""
-        row = self.group.concat(self.embed[token_ids].to(torch.float32))
+        row = self.group.concat(self.embed[token_ids.to(self.embed.device)].to(torch.float32))
         return row.unsqueeze(1).repeat(1, self.blocks[0].hc_attn.streams, 1)
 
     def _check_room(self, lanes: list[Context], tokens: int) -> None:
