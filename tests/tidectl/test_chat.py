@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from tests.tidectl.canned import STATS, USAGE, Canned, Tidectl
-from tidectl import chat, http
+from tidectl import answers, chat, http
+from tidectl.answers import Screen
 from tided.errors import UsageError
 
 LINE = (
     "11 prompt tokens, 5 tokens, first after 0.25 s, 31.3 tok/s, 312 of 480 experts resident, "
-    "3.2 % of the routing weight substituted"
+    "3.2% of the routing weight substituted"
 )
 
 
@@ -71,7 +72,6 @@ def test_json_is_one_object(tidectl: Tidectl, server: Canned, stream: bool) -> N
         "schema": "tidectl.chat/1",
         "content": "8",
         "reasoning": "hm",
-        "tool_calls": [],
         "finish_reason": "length",
         "usage": USAGE,
         "stats": STATS,
@@ -100,18 +100,28 @@ def test_a_refusal_is_told_in_the_servers_words(
     assert f"too long (status {status})" in ran.stderr
 
 
-@pytest.mark.parametrize("body", ["text", [], {"error": None}, {"choices": 3}])
-def test_a_reply_that_is_no_completion_is_an_error(tidectl: Tidectl, server: Canned, body: Any) -> None:
-    server.body = body
-    ran = tidectl("chat", "?", "--no-stream", "--url", server.url)
+NO_COMPLETIONS = ["text", [], {"error": None}, {"choices": 3}, {"choices": [3]}, {"choices": [{"delta": 3}]}]
+
+
+@pytest.mark.parametrize("body", [*NO_COMPLETIONS, {"choices": [], "usage": 3}])
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_a_reply_that_is_no_completion_is_an_error(tidectl: Tidectl, server: Canned, body: Any, stream: str) -> None:
+    server.body, server.events = body, [body] if stream == "--stream" else None
+    ran = tidectl("chat", "?", stream, "--url", server.url)
     assert ran.exit_code == 1
     assert "not a chat completion" in ran.stderr
+
+
+def test_statistics_that_are_none_are_left_out(tidectl: Tidectl, server: Canned) -> None:
+    stats = {"experts": 3, "ttft_s": "x", "decode_tok_s": None, "substituted_weight_share": True}
+    server.body = {"choices": [{"message": {"content": "8"}}], "x_engine_stats": stats, "usage": {"prompt_tokens": 4}}
+    assert tidectl("chat", "?", "--no-stream", "--url", server.url).stderr == "4 prompt tokens\n"
 
 
 def test_an_error_in_the_stream_ends_it(tidectl: Tidectl, server: Canned) -> None:
     server.events = [*server.chunks({"content": "Ei"})[:1], {"error": {"message": "rank 1 died"}}]
     ran = tidectl("chat", "?", "--url", server.url)
-    assert (ran.exit_code, ran.stdout) == (70, "Ei")
+    assert (ran.exit_code, ran.stdout) == (70, "Ei\n")
     assert "rank 1 died" in ran.stderr
 
 
@@ -172,14 +182,14 @@ def test_an_interrupted_answer_leaves_the_conversation_as_it_was(
         if action := next(shown, None):
             raise action
 
-    monkeypatch.setattr(chat, "_show", show)
+    monkeypatch.setattr(Screen, "show", lambda _screen, _thought, text: show(text))
     with pytest.raises(StopIteration):
         chat.converse(chat.Server(server.url, ""), chat.Options())
     assert [message["content"] for message in server.requests[-1][2]["messages"]] == ["Two?"]
 
 
 def test_an_answer_cannot_steer_the_terminal(server: Canned, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(chat, "is_terminal", lambda _: True)
+    monkeypatch.setattr(answers, "is_terminal", lambda _: True)
     server.events = server.chunks({"content": "a\x1b[2Jb\tc\nd\x07\u202e\ud800\xa0\u200d\u00e9"})
     chat.ask(chat.Server(server.url, ""), "?", chat.Options(), as_json=False)
     assert capsys.readouterr().out == "a[2Jb\tc\nd\xa0\u200d\u00e9\n"
