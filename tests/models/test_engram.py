@@ -1,6 +1,9 @@
 """Engram's addresses against the released model's, and its rows against the tables on disk."""
 
+import errno
 import json
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -12,7 +15,8 @@ from kernels.formats import fp8_rows
 from packers.shards import Checkpoint
 from tests.models.random_checkpoint import golden_config
 from tests.models.rig import CPU, GOLDEN
-from tided.errors import DataError
+from tided.errors import DataError, UnavailableError
+from tided.models.deepseek_v41 import engram_rows
 from tided.models.deepseek_v41.config import read_config
 from tided.models.deepseek_v41.engram import _histories
 from tided.models.deepseek_v41.engram_rows import Table
@@ -122,3 +126,23 @@ def test_a_table_that_was_cut_off_is_named(tmp_path, readers):
     table.ask(np.array([[0, 1, 99]])).take(CPU)
     with pytest.raises(DataError, match=f"row 100 of {PREFIX}.weight"):
         table.ask(np.array([[0, 100]])).take(CPU)
+
+
+def test_a_disk_that_hangs_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(engram_rows, "READ_TIMEOUT_S", 0.05)
+    stuck = threading.Event()
+    monkeypatch.setattr(engram_rows._Array, "read", lambda self, row, out: stuck.wait(30))
+    with ThreadPoolExecutor(1) as readers:
+        asked = Table(Checkpoint.open(GOLDEN), PREFIX, 0, readers).ask(np.array([[0]]))
+        with pytest.raises(UnavailableError, match="no Engram rows within"):
+            asked.take(CPU)
+        stuck.set()
+
+
+def test_a_disk_error_is_named(monkeypatch, readers):
+    def fail(fd, buffers, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(engram_rows.os, "preadv", fail)
+    with pytest.raises(DataError, match=f"row 3 of {PREFIX}.weight cannot be read: Input/output error"):
+        Table(Checkpoint.open(GOLDEN), PREFIX, 0, readers).ask(np.array([[3]])).take(CPU)

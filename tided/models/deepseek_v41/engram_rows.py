@@ -105,7 +105,8 @@ class Asked:
     reads: list[Future[None]]
 
     def take(self, device: torch.device) -> Tensor:
-        """-> fp32 [T, columns * dim], dequantised. Waits for the reads: DataError if one failed, UnavailableError if one hangs."""
+        """-> fp32 [T, columns * dim], dequantised. Raises DataError if a read failed, UnavailableError if one
+        hangs."""
         if wait(self.reads, timeout=READ_TIMEOUT_S).not_done:
             raise UnavailableError(f"the disk gave no Engram rows within {READ_TIMEOUT_S:.0f} s")
         for read in self.reads:
