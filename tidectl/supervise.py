@@ -41,13 +41,24 @@ class Log:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(self._path, flags, 0o600)
         self._size = os.fstat(self._fd).st_size
+        self._at_line_end = True
 
     def write(self, data: bytes) -> None:
-        """A disk that is full loses lines of the log, not the service."""
+        """A file is changed between two lines."""
         if self._size and self._size + len(data) > self._limit_bytes:
-            self._rotate()
-        with suppress(OSError):
-            self._size += os.write(self._fd, data)
+            if not self._at_line_end:
+                head, newline, data = data.partition(b"\n")
+                self._append(head + newline)
+            if self._at_line_end:
+                self._rotate()
+        self._append(data)
+
+    def _append(self, data: bytes) -> None:
+        """A disk that is full loses lines of the log, not the service."""
+        if data:
+            self._at_line_end = data.endswith(b"\n")
+            with suppress(OSError):
+                self._size += os.write(self._fd, data)
 
     def _rotate(self) -> None:
         os.close(self._fd)

@@ -1,7 +1,8 @@
 import os
 import stat
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
+from threading import Barrier
 
 import pytest
 
@@ -19,6 +20,20 @@ def test_ranks_that_start_together_get_the_same_keys(tmp_path):
     with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
         seen = set(pool.map(public_keys, [path] * 12))
     assert len(seen) == 1
+
+
+def test_threads_that_start_at_the_same_instant_get_the_same_keys(tmp_path):
+    count = 8
+    barrier = Barrier(count)
+
+    def load(path):
+        barrier.wait(10)
+        return public_keys(path)
+
+    with ThreadPoolExecutor(count) as pool:
+        for attempt in range(20):
+            path = tmp_path / str(attempt) / "curve.key"
+            assert len(set(pool.map(load, [path] * count))) == 1
 
 
 def test_the_file_is_private_and_nothing_else_is_left(tmp_path):
