@@ -1,6 +1,7 @@
 """Small routes, keys, methods, paths, headers for other origins."""
 
 import asyncio
+import hashlib
 import json
 import re
 
@@ -249,6 +250,26 @@ async def test_every_reply_has_a_request_id(server):
     for path in ("/", "/nothing", "/v1/chat/completions"):
         async with server.session.post(path, data=b"x") as response:
             assert re.fullmatch(r"req_[0-9A-Za-z]{24}", response.headers["x-request-id"])
+
+
+async def test_the_log_names_the_key_by_its_digest_only(serve, keys, caplog):
+    server = await serve(api_keys_file=keys)
+    with caplog.at_level("INFO", "tided.api"):
+        async with server.session.get("/v1/models", headers=GOOD[0]) as response:
+            assert response.status == 200
+    assert f"key {hashlib.sha256(b'first-key').hexdigest()[:6]}" in caplog.text
+    assert "first-key" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "warns"), [("127.0.0.1", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("box", True)]
+)
+async def test_an_open_server_for_others_is_warned_of(serve, keys, caplog, host, warns):
+    await serve(host=host)
+    assert ("anyone who reaches" in caplog.text) == warns
+    caplog.clear()
+    await serve(host=host, api_keys_file=keys)
+    assert "anyone" not in caplog.text
 
 
 async def test_the_fingerprint_changes_with_weights_and_numbers(tokenizer):

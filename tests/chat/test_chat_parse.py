@@ -235,11 +235,14 @@ def test_newlines_after_a_continued_prompt_are_kept():
     assert everywhere("\n\nmore", leading=False)["content"] == "\n\nmore"
 
 
-def test_many_newlines_take_linear_time():
+def test_newlines_are_held_until_it_is_clear_whose_they_are():
     parser = OutputParser(start="reasoning", tools=())
-    for _ in range(20_000):
-        parser.feed("\n")
+    for _ in range(3000):
+        assert parser.feed("\n") == []
     assert parser.feed("x") == [Reasoning("x")]
+    for _ in range(3000):
+        assert parser.feed("\n") == []
+    assert parser.feed("y") == [Reasoning("\n" * 3000 + "y")]
 
 
 def test_call_ids_are_unique():

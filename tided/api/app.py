@@ -1,8 +1,11 @@
 """The HTTP application of rank 0. One engine, one model; every reply in OpenAI's shape."""
 
 import hashlib
+import ipaddress
+import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -17,6 +20,8 @@ from tided.chat.deepseek_v41 import REQUIRED_SPECIALS
 from tided.chat.tokenizer import Tokenizer
 from tided.settings import Settings
 
+log = logging.getLogger("tided.api")
+
 # Tokenising is compiled code that lets other threads run: one long prompt must not hold up a short one.
 _ENCODERS = 2
 
@@ -29,12 +34,15 @@ def build_app(
     Raises ConfigError for an unusable key file, DataError for a tokenizer without the model's special tokens.
     """
     tokenizer.require(REQUIRED_SPECIALS)
+    keys = KeyRing.load(settings.server.api_keys_file)
+    if keys.open and not _is_loopback(settings.server.host):
+        log.warning("anyone who reaches %s may ask: set server.api_keys_file", settings.server.host)
     app = web.Application(middlewares=[observe], client_max_size=settings.server.max_body_bytes)
     app[CONTEXT] = Context(
         engine=engine,
         tokenizer=tokenizer,
         settings=settings,
-        keys=KeyRing.load(settings.server.api_keys_file),
+        keys=keys,
         limits=limits or Limits(),
         executor=ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode"),
         fingerprint=_fingerprint(identity, settings),
@@ -58,6 +66,7 @@ def build_runner(app: web.Application) -> web.AppRunner:
         access_log=None,
         handle_signals=False,
         auto_decompress=False,
+        shutdown_timeout=app[CONTEXT].limits.close_s,
     )
 
 
@@ -77,6 +86,12 @@ def _add(app: web.Application, method: str, path: str, handler: Handler) -> None
             app.router.add_get(spelling, handler)
         else:
             app.router.add_route(method, spelling, handler, expect_handler=expect)
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _fingerprint(identity: str, settings: Settings) -> str:

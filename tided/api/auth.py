@@ -33,18 +33,23 @@ class KeyRing:
     def open(self) -> bool:
         return not self._digests
 
-    def check(self, headers: Mapping[str, str]) -> None:
-        """Raises 401 unless a credential is right; the same words for a missing and a wrong one."""
+    def check(self, headers: Mapping[str, str]) -> str:
+        """The right credential's name for the log (of an open server: none).
+
+        Raises 401 without one; the same words for a missing and a wrong one.
+        """
         given = [_bearer(headers.get("Authorization", "")), headers.get("x-api-key", "")]
         # A list, not `any` over a generator: every credential meets every key.
-        matches = [hmac.compare_digest(_digest(key), known) for key in given for known in self._digests]
-        if not self.open and not any(matches):
+        matches = [(hmac.compare_digest(_digest(key), known), known) for key in given for known in self._digests]
+        right = [known for matched, known in matches if matched]
+        if not self.open and not right:
             raise RequestError(
                 "A valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
                 status=401,
                 kind="authentication_error",
                 code="invalid_api_key",
             )
+        return f"key {right[0].hex()[:6]}" if right else ""
 
 
 def _bearer(header: str) -> str:

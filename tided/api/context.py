@@ -48,6 +48,7 @@ class Note:
 
     request_id: str
     outcome: str = ""
+    key: str = ""
     generation: Generation | None = None
 
 

@@ -41,7 +41,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method == hdrs.METH_OPTIONS:
             return _preflight(request)
         if not _is_open(request):
-            context.keys.check(request.headers)
+            request[NOTE].key = context.keys.check(request.headers)
         return await handler(request)
     except Exception as error:
         response = error_response(as_request_error(error), context.retry_after_s())
@@ -95,4 +95,4 @@ def _log(request: web.Request, note: Note, status: int, seconds: float) -> None:
         line += f" {generation.prepared.request.request_id}"
         line += f" prompt {usage['prompt_tokens']} answer {usage['completion_tokens']} tokens"
         line += f" {generation.reader.parser.finish_reason if generation.over else 'not finished'}"
-    log.info("%s", f"{line} {note.outcome}".rstrip())
+    log.info("%s", " ".join(filter(None, (line, note.outcome, note.key))))

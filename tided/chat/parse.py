@@ -125,7 +125,7 @@ class OutputParser:
         if self.done:
             return True
         newlines = self._buffer[: found.start() - start]
-        if self.state == "content" and not self._leading and self._stops.would_match(newlines):
+        if self.state == "content" and self._stops.would_match(newlines):
             self._emit(len(newlines))
             return True
         if not self._final and not rest.startswith(INVOKE) and any(tag.startswith(rest) for tag in INVOKE):
