@@ -1,5 +1,7 @@
 """How a prompt is cut into chunks, and whether a token is prefilled or decoded, does not change the answer."""
 
+from itertools import zip_longest
+
 import pytest
 import torch
 
@@ -64,3 +66,30 @@ def test_queries_scored_a_few_at_a_time(fp32_model, prompt, whole, monkeypatch):
     monkeypatch.setattr(indexer, "_SCORE_ELEMENTS", 5000)
     monkeypatch.setattr(attention, "_ROW_ELEMENTS", 20000)
     torch.testing.assert_close(logits_by(fp32_model, prompt, len(prompt)), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_lanes_do_not_touch_each_other(native_model, prompt):
+    """Chunks of two lanes in turn, over pages that interleave: the same bits as one lane after the other."""
+
+    def start(lane, ids):
+        return [(lane, part) for part in ids.split(24)]
+
+    def answers(order):
+        rows = {}
+        for lane, part in order:
+            rows[lane.index] = native_model.prefill(lane, part, "last")
+        return rows
+
+    prompts = (prompt.repeat(2)[:190], prompt.flip(0).repeat(2)[:170])
+    alone = {}
+    for i, ids in enumerate(prompts):
+        lane = native_model.open_lane(i)
+        alone |= answers(start(lane, ids))
+        native_model.close_lane(lane)
+    lanes = [native_model.open_lane(i) for i in range(2)]
+    first, second = (start(lane, ids) for lane, ids in zip(lanes, prompts, strict=True))
+    turns = [turn for pair in zip_longest(first, second) for turn in pair if turn is not None]
+    together = answers(turns)
+    assert all(torch.equal(together[i], alone[i]) for i in range(2))
+    for lane in lanes:
+        native_model.close_lane(lane)
