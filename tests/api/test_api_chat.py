@@ -118,6 +118,7 @@ async def test_headers_of_replies(server, engine):
         assert response.headers["Cache-Control"] == "no-cache, no-transform"
         assert response.headers["X-Accel-Buffering"] == "no"
         assert response.headers["x-request-id"] == "mine-1"
+        assert response.headers["Transfer-Encoding"] == "chunked"
         assert "Content-Encoding" not in response.headers
         await response.read()
     async with server.post(said("hi"), headers={"x-request-id": "not harmless\x01"[:12]}) as response:

@@ -8,7 +8,7 @@ import random
 import socket
 
 import pytest
-from scripted_engine import data, gather, said, until
+from scripted_engine import data, events, gather, said, until
 
 from tided.api.ports import Limits
 
@@ -231,6 +231,22 @@ async def test_no_body_is_a_server_error(server, engine):
         if response.status == 400 and not text.startswith("data:"):
             assert json.loads(text)["error"]["message"], body
     assert min(counts.values()) >= 20, counts
+
+
+async def test_a_stream_to_an_old_proxy(server, engine):
+    """HTTP/1.0, as some proxies speak by default: no chunks, the end of the body is the end of the connection."""
+    engine.script("</think>x")
+    payload = json.dumps(said("hi", stream=True)).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.0\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload
+    )
+    async with asyncio.timeout(5):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert b" 200 " in head
+    assert b"chunked" not in head
+    assert gather(data(events(body.decode())))["content"] == "x"
 
 
 async def test_bytes_that_are_no_http_do_not_hurt(server, engine):

@@ -30,7 +30,6 @@ class EventStream:
         self._response = web.StreamResponse(headers=_HEADERS)
 
     async def open(self) -> None:
-        self._response.enable_chunked_encoding()
         await self._response.prepare(self._request)
         await self.comment("ok")
 
