@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +39,8 @@ def parse_tools(body: Fields) -> tuple[Tool, ...]:
     if given and not functions:
         refuse("tools", "only tools of type function are supported")
     tools = tuple(_tool(entry) for entry in functions)
-    if duplicates := {t.name for t in tools if sum(t.name == other.name for other in tools) > 1}:
-        refuse("tools", f"the name {min(duplicates)} is used twice")
+    if doubled := [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]:
+        refuse("tools", f"the name {doubled[0]} is used twice")
     return tools
 
 
