@@ -1,7 +1,7 @@
 """The history file: survives crashes, belongs to one model, and is set aside rather than half used or lost."""
 
 import hashlib
-import os
+import random
 import signal
 import sqlite3
 import subprocess
@@ -158,7 +158,11 @@ def test_a_foreign_or_damaged_history_is_set_aside_whole_and_said_so(tmp_path, s
     assert opened(tmp_path).demand.requests == 1
 
 
-@pytest.mark.parametrize("content", [b"{}", b"SQLite format 3\0" + b"\xff" * 5000, os.urandom(100)])
+@pytest.mark.parametrize(
+    "content",
+    [b"{}", b"SQLite format 3\0" + b"\xff" * 5000, random.Random(7).randbytes(100)],
+    ids=["text", "torn", "noise"],
+)
 def test_a_file_that_is_no_database_is_set_aside(tmp_path, content):
     path = opened(tmp_path, record=False).path
     path.write_bytes(content)
