@@ -96,6 +96,9 @@ class Daemon:
             await self._live()
         except TideError as fault:
             self._conclude(fault)
+        except Exception as fault:
+            log.exception("the loop failed")
+            self._conclude(TideError(f"the loop failed: {fault or type(fault).__name__}", hint="the log has the trace"))
         feeder.cancel()
         error = self._outcome.result() if self._outcome.done() else None
         await self._end(error)

@@ -113,6 +113,33 @@ def test_whatever_the_start_raises_is_told(monkeypatch, tmp_path, raised, kind, 
     assert words in str(side.told)
 
 
+HANGING = """
+import asyncio, atexit, logging, pathlib, sys, time
+from tests.control.conftest import make_settings
+from tided import boot, daemon
+from tided.control.state import StateFile
+from tided.errors import PairError
+
+def hang(settings, rank, keys, state_dir, side):
+    side.ended(PairError("rank 0 is silent"))
+    time.sleep(60)
+
+boot.run_rank = hang
+atexit.register(time.sleep, 60)  # as the destructors of a broken process group may
+logging.basicConfig()
+sys.exit(asyncio.run(daemon._run(make_settings(2), 1, None, StateFile(pathlib.Path(sys.argv[1]), 1))))
+"""
+
+
+def test_a_process_whose_engine_hangs_ends_at_once_and_leaves_a_trace(tmp_path):
+    command = [sys.executable, "-c", HANGING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 70
+    assert "rank 0 is silent" in done.stderr
+    assert "in hang" in done.stderr  # where the engine stood
+    assert read_rank(tmp_path, 1).exit_code == 70
+
+
 def test_a_rank_that_waits_for_the_others_can_be_stopped(checkpoint, tmp_path):
     profile, _ = write_profile(tmp_path, profile_text(checkpoint))
     command = [sys.executable, "-m", "tided.daemon", "--profile", str(profile), "--rank", "1"]

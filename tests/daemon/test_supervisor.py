@@ -197,16 +197,16 @@ def test_a_full_log_is_rotated_and_the_oldest_goes(tmp_path):
 
 
 def test_a_log_is_rotated_between_lines_however_they_are_cut(tmp_path):
-    text = b"".join(b"line %03d\n" % line for line in range(30))
-    log = Log(tmp_path / "rank-0.log", limit_bytes=100)
-    for start in range(0, len(text), 7):
-        log.write(text[start : start + 7])
+    text = b"".join(b"line %04d\n" % line for line in range(30))
+    log = Log(tmp_path / "rank-0.log", limit_bytes=95)
+    for start in range(0, len(text), 3):
+        log.write(text[start : start + 3])
     log.close()
     files = sorted(tmp_path.iterdir(), reverse=True)
     assert len(files) == 3
     assert b"".join(file.read_bytes() for file in files) == text
     assert all(file.read_bytes().endswith(b"\n") for file in files)
-    assert all(file.stat().st_size <= 100 + 7 for file in files)
+    assert all(file.stat().st_size <= 95 + 10 for file in files)
 
 
 def test_only_ranks_of_this_machine_are_started():
