@@ -13,15 +13,13 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chat"))
 
-from scripted_engine import ScriptedEngine, Server
+from scripted_engine import ScriptedEngine, Server, settings_with
 from small_tokenizer import build
 
 from tided.api.app import build_app, build_runner
 from tided.api.ports import Limits
 from tided.chat.messages import Segment
 from tided.chat.tokenizer import Tokenizer
-from tided.settings import Cache, Experts, Model, Settings
-from tided.settings import Server as ServerSettings
 
 FAST = Limits(keepalive_s=0.2, stall_s=1.0, body_s=0.5)
 
@@ -45,15 +43,6 @@ def ids(tokenizer) -> Callable[[str], list[int]]:
 @pytest.fixture
 def engine(ids) -> ScriptedEngine:
     return ScriptedEngine(ids)
-
-
-def settings_with(**server: Any) -> Settings:
-    return Settings(
-        model=Model(path="/secret/place", served_name="deepseek"),
-        experts=Experts(resident=4),
-        cache=Cache(context_tokens=4096, pool_tokens=8192),
-        server=ServerSettings(**server),
-    )
 
 
 @pytest.fixture

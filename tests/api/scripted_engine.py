@@ -10,6 +10,8 @@ import aiohttp
 
 from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
 from tided.errors import RequestError
+from tided.settings import Cache, Experts, Model, Settings
+from tided.settings import Server as ServerSettings
 
 STATS = {"lane": 0, "cached_tokens": 0, "decode_tok_s": 12.5}
 
@@ -100,6 +102,15 @@ class ScriptedEngine:
     @property
     def request(self) -> Request:
         return self.answers[-1].request
+
+
+def settings_with(**server: Any) -> Settings:
+    return Settings(
+        model=Model(path="/secret/place", served_name="deepseek"),
+        experts=Experts(resident=4),
+        cache=Cache(context_tokens=4096, pool_tokens=8192),
+        server=ServerSettings(**server),
+    )
 
 
 def said(text: str, **fields: Any) -> dict[str, Any]:

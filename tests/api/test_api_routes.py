@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from scripted_engine import said
+from scripted_engine import said, settings_with
 
 from tided.api.auth import KeyRing
 from tided.errors import ConfigError, QueueFullError, RequestError
@@ -273,8 +273,6 @@ async def test_an_open_server_for_others_is_warned_of(serve, keys, caplog, host,
 
 
 async def test_the_fingerprint_changes_with_weights_and_numbers(tokenizer):
-    from conftest import settings_with
-
     from tided.api.app import _fingerprint
 
     settings = settings_with()
