@@ -49,7 +49,7 @@ class Log:
             if not self._at_line_end:
                 head, newline, data = data.partition(b"\n")
                 self._append(head + newline)
-            if self._at_line_end:
+            if data and self._at_line_end:
                 self._rotate()
         self._append(data)
 
