@@ -8,7 +8,7 @@ from tided.engine.build import build_rank, open_model, scheduler_limits
 from tided.engine.offline import first_pairs, settings_of
 from tided.errors import ConfigError, PairError
 from tided.models.parallel import Alone
-from tided.settings import Cache, Engine, Experts
+from tided.settings import Cache, Engine, Experts, Tide
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,12 @@ def test_a_set_that_is_not_the_budget_is_not_loaded():
     model = opened(resident=40)
     with pytest.raises(PairError):
         build_rank(model, Alone(), opened(resident=41).all_pairs[:41], lambda *_: None)
+
+
+def test_a_floor_that_the_budget_does_not_hold_is_named():
+    model = open_model(replace(settings_of(GOLDEN), experts=Experts(resident=40), tide=Tide(floor_per_layer=5)))
+    with pytest.raises(ConfigError, match="floor_per_layer"):
+        first_pairs(model)
 
 
 def test_the_scheduler_gets_every_limit_from_the_profile():

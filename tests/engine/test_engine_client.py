@@ -96,6 +96,15 @@ async def test_closing_a_stream_cancels_its_request():
         assert client.recent_stats[0]["completion_tokens"] < 300
 
 
+async def test_closing_an_ended_stream_leaves_its_id_alone():
+    async with running() as (client, _, _):
+        first = client.submit(request("a", max_tokens=2))
+        await collect(first)
+        second = client.submit(request("a", max_tokens=40))
+        await first.aclose()
+        assert (await collect(second))[-1].reason == "length"
+
+
 async def test_cancelling_twice_or_too_late_does_nothing():
     async with running() as (client, _, _):
         answer = client.submit(request("a", max_tokens=300))

@@ -73,7 +73,8 @@ class Answer(AsyncIterator[Event]):
 
     async def aclose(self) -> None:
         self._events.clear()
-        self._client.cancel(self.request.request_id)
+        if not self.done:
+            self._client.cancel(self.request.request_id)
 
 
 class EngineClient:

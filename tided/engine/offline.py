@@ -21,7 +21,7 @@ from packers.shards import Checkpoint
 from tided.engine.build import OpenedModel, Progress, build_rank, open_model
 from tided.engine.dataplane import TorchGroup
 from tided.engine.local_ranks import free_port, run_ranks
-from tided.errors import TideError, UsageError
+from tided.errors import ConfigError, TideError, UsageError
 from tided.experts.arena import Pair
 from tided.models.base import Model
 from tided.models.families import family_of
@@ -123,11 +123,14 @@ def first_pairs(opened: OpenedModel) -> list[Pair]:
     """The resident set of a first start: by the profile's seed, or the first experts of each layer. No history counts,
     so that the same profile gives the same logits everywhere."""
     settings, shape = opened.settings, opened.shape
-    floor = settings.tide.floor_per_layer or shape.top_k
-    if not settings.tide.seed:
-        return first_set(shape.moe_layers, shape.experts_per_layer, settings.experts.resident, floor)
-    router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
-    return boot_set(load_seed(Path(settings.tide.seed), shape.family, router).prior, settings.experts.resident, floor)
+    budget, floor = settings.experts.resident, settings.tide.floor_per_layer or shape.top_k
+    try:
+        if not settings.tide.seed:
+            return first_set(shape.moe_layers, shape.experts_per_layer, budget, floor)
+        router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
+        return boot_set(load_seed(Path(settings.tide.seed), shape.family, router).prior, budget, floor)
+    except ValueError as error:
+        raise ConfigError(str(error), where="experts.resident, tide.floor_per_layer") from error
 
 
 def _changed(
