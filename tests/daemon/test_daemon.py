@@ -12,9 +12,10 @@ import pytest
 from tests.control.conftest import make_settings
 from tests.daemon.helpers import until, write_profile
 from tests.daemon.tiny import profile_text
-from tided import boot, daemon
+from tided import boot
 from tided.control.state import StateFile, read_rank
 from tided.errors import DataError, PairError, TideError, UnavailableError
+from tided.life import Daemon
 
 
 class FakeEngine:
@@ -29,7 +30,7 @@ def make_daemon(tmp_path, monkeypatch):
         for name, value in dict(environment).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(boot, "run_rank", lambda settings, rank, keys, state_dir, side: thread(side))
-        return daemon.Daemon(make_settings(2), 1, None, StateFile(tmp_path, 1))
+        return Daemon(make_settings(2), 1, None, StateFile(tmp_path, 1))
 
     return make
 

@@ -30,12 +30,13 @@ FLOORS: dict[str, set[str]] = {
     },
     "tided.chat": set(),
     "tided.api": {"tided.chat"},
-    # A rank's life: `daemon` on the loop, `front` its HTTP side, `boot` the engine thread's side.
+    # A rank: `daemon` the process, `life` its loop, `front` the HTTP side of it, `boot` the engine thread's side.
     "tided.front": {"tided.api", "tided.chat", "tided.engine", "tided.control", "packers"},
     "tided.boot": {
         "packers", "tided.tide", "tided.experts", "tided.models", "tided.engine", "tided.control", "tided.guard",
     },
-    "tided.daemon": {"tided.front", "tided.boot", "tided.engine", "tided.control", "tided.profile"},
+    "tided.life": {"tided.front", "tided.boot", "tided.engine", "tided.control"},
+    "tided.daemon": {"tided.life", "tided.control", "tided.profile"},
     # A daemon is reached by its files, its socket or HTTP; the offline command computes without one.
     "tidectl": {
         "packers", "tided.profile", "tided.control.state", "tided.control.files", "tided.engine.offline", "tided.chat",

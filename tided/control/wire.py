@@ -123,7 +123,7 @@ def listen(router: AnySocket, keys: Keys, address: str) -> AnySocket:
     except zmq.ZMQError as error:
         router.close(0)
         raise UnavailableError(
-            f"rank 0 cannot listen on {address}: {error.strerror}",
+            f"rank 0 cannot listen on {address}: {os.strerror(error.errno or 0)}",
             hint="another instance may be running (tidectl status); or choose another parallel.control_port",
         ) from None
     return router

@@ -1,0 +1,233 @@
+"""The loop's side of a rank: HTTP, heartbeats, signals, the service manager. The engine thread's side is `tided.boot`.
+
+    checking -> loading -> joining -> loading -> ready -> draining -> stopped, or failed from anywhere
+
+What happens first ends the rank: the engine's own end, a lost peer, or a request to stop.
+"""
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from tided.control.heartbeat import Heartbeats
+from tided.control.keys import Keys
+from tided.control.notify import Notifier
+from tided.control.state import Phase, StateFile
+from tided.engine.types import Event
+from tided.errors import PairError, TideError, UnavailableError
+from tided.settings import Settings
+
+if TYPE_CHECKING:  # at run time they are imported when they are needed: torch takes seconds
+    from tided.engine.core import Engine
+    from tided.engine.leader import LeaderEngine
+    from tided.front import Front
+
+log = logging.getLogger("daemon")
+
+FAULT_SHOWN_S = 1.0  # how long /health tells of a fault before the process ends
+CLOSE_S = 3.0  # for replies under way
+ENGINE_END_S = 10.0  # for the step in progress
+START_MORE_S = 60.0  # asked of the service manager at each sign of progress
+
+
+class Daemon:
+    """The loop's side of a rank. Made and run on the loop; `LoopSide` of `tided.boot` for the engine thread."""
+
+    def __init__(self, settings: Settings, rank: int, keys: Keys | None, state: StateFile) -> None:
+        self._settings, self._rank, self._keys, self._state = settings, rank, keys, state
+        self._notifier = Notifier()
+        self._loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[TideError | None] = self._loop.create_future()
+        self._stop = asyncio.Event()
+        self._engine: Engine | None = None
+        self._leader: LeaderEngine | None = None  # the same, on rank 0
+        self._heartbeats: Heartbeats | None = None
+        self._front: Front | None = None
+        self._thread: threading.Thread | None = None
+        self._fed_seq = -1
+
+    # Called by the engine thread
+
+    def tell(self, message: str) -> None:
+        self._soon(self._show, "joining" if message == "handshake" else "loading", message)
+
+    def joined(self, session: str) -> None:
+        if self._keys is not None:
+            start = asyncio.run_coroutine_threadsafe(self._start_heartbeats(session, self._keys), self._loop)
+            start.result(ENGINE_END_S)
+
+    def ready(self, engine: "Engine") -> None:
+        self._soon(self._serve, engine)
+
+    def events(self, events: Sequence[Event]) -> None:
+        if self._front is not None:
+            self._front.client.post(events)
+
+    def ended(self, error: TideError | None) -> None:
+        self._soon(self._conclude, error)
+
+    def _soon(self, function: object, *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(function, *arguments)  # type: ignore[arg-type]
+
+    # On the loop
+
+    async def run(self) -> TideError | None:
+        """Until the rank ends: by request (None) or by an error."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._stop.set)
+        feeder = asyncio.create_task(self._feed_watchdog())
+        try:
+            await self._live()
+        except TideError as fault:
+            self._conclude(fault)
+        except Exception as fault:
+            log.exception("the loop failed")
+            self._conclude(TideError(f"the loop failed: {fault or type(fault).__name__}", hint="the log has the trace"))
+        feeder.cancel()
+        error = self._outcome.result() if self._outcome.done() else None
+        await self._end(error)
+        return error
+
+    @property
+    def engine_is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    async def _live(self) -> None:
+        if self._rank == 0:
+            from tided.front import Front
+
+            self._front = await Front.open(self._settings)
+            self._show("loading", "libraries")
+        self._start_engine()
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((self._outcome, stop), return_when=asyncio.FIRST_COMPLETED)
+        if not self._outcome.done():
+            await self._stop_in_order()
+        stop.cancel()
+
+    def _start_engine(self) -> None:
+        self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
+        self._thread.start()
+
+    def _run_engine(self) -> None:
+        """torch and all that computes with it take seconds to import: here, off the loop."""
+        try:
+            from tided.boot import LoopSide, run_rank
+        except ImportError as error:
+            return self.ended(UnavailableError(f"a library cannot be loaded: {error}", hint="install TideLM again"))
+        loop_side: LoopSide = self
+        return run_rank(self._settings, self._rank, self._keys, self._state.path.parent, loop_side)
+
+    async def _start_heartbeats(self, session: str, keys: Keys) -> None:
+        self._heartbeats = Heartbeats(
+            self._settings, self._rank, keys, session, lambda: self._engine.seq if self._engine else 0, self._conclude
+        )
+        self._heartbeats.start()
+
+    def _serve(self, engine: "Engine") -> None:
+        from tided.engine.leader import LeaderEngine
+
+        if self._outcome.done():
+            return
+        self._engine = engine
+        if self._front is not None and isinstance(engine, LeaderEngine):
+            self._leader = engine
+            self._front.client.attach(engine)
+        server = self._settings.server
+        self._show("ready", f"http://{server.host}:{server.port}" if self._rank == 0 else "")
+        self._notifier.ready()
+
+    def _show(self, phase: Phase, message: str) -> None:
+        """In the state file, to the service manager; in the log when the phase is new."""
+        if phase != self._state.state.phase:
+            log.info("%s %s", phase, message)
+        port = self._settings.server.port if self._rank == 0 else 0
+        self._state.enter(phase, message, port=port)
+        self._notifier.status(f"{phase} {message}")
+        if phase in ("joining", "loading"):
+            self._notifier.more_time(START_MORE_S)
+
+    def _conclude(self, error: TideError | None) -> None:
+        """The first word counts: what follows is its consequence."""
+        if not self._outcome.done():
+            self._outcome.set_result(error)
+
+    async def _stop_in_order(self) -> None:
+        """Rank 0 lets running requests finish and takes the others along; they wait for it."""
+        drain_s = self._settings.server.drain_s
+        self._notifier.stopping()
+        if self._engine is None:
+            if self._heartbeats is not None:
+                await self._heartbeats.fault("it was asked to stop while it was loading")
+            return
+        self._show("draining", f"at most {drain_s:g} s")
+        if self._front is None or self._leader is None:
+            await self._engine_ends(drain_s + ENGINE_END_S, "asked to stop, but rank 0 goes on")
+            return
+        await self._or_outcome(self._front.client.drain(drain_s))
+        if self._outcome.done():
+            return
+        if self._heartbeats is not None:
+            await self._heartbeats.stop("rank 0 was asked to stop")
+        self._leader.close("stopped")
+        await self._engine_ends(ENGINE_END_S, "the engine does not end")
+
+    async def _engine_ends(self, timeout_s: float, otherwise: str) -> None:
+        await asyncio.wait((self._outcome,), timeout=timeout_s)
+        self._conclude(PairError(otherwise))
+
+    async def _or_outcome(self, work: Awaitable[None]) -> None:
+        """Waits for the work, or for the end of the rank if that comes first."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait((task, self._outcome), return_when=asyncio.FIRST_COMPLETED)
+        task.cancel()
+
+    async def _end(self, error: TideError | None) -> None:
+        if error is not None:
+            log.error("%s", error)
+            self._state.enter("failed", str(error), exit_code=error.exit_code)
+            self._notifier.status(f"failed: {error.what}")
+            if self._heartbeats is not None:
+                await self._heartbeats.fault(error.what)
+            await self._show_fault(error)
+        if self._front is not None:
+            await self._front.close(CLOSE_S)
+        if self._heartbeats is not None:
+            await self._heartbeats.close()
+        if error is None:
+            self._state.enter("stopped", exit_code=0)
+            log.info("stopped")
+
+    async def _show_fault(self, error: TideError) -> None:
+        """Open requests end with an error event; a moment in which clients and probes can see what happened."""
+        if self._front is not None and self._front.client.state != "starting":
+            self._front.client.fail_all(error.what)
+            await asyncio.sleep(FAULT_SHOWN_S)
+
+    # The service manager's watchdog
+
+    async def _feed_watchdog(self) -> None:
+        while self._notifier.watchdog_s:
+            if self._progresses():
+                self._notifier.alive()
+            await asyncio.sleep(self._notifier.watchdog_s / 3)
+
+    def _progresses(self) -> bool:
+        """Steps are finished, or there is nothing to do. Before the engine serves the manager has its start limit."""
+        if self._engine is None:
+            return True
+        seq, before = self._engine.seq, self._fed_seq
+        self._fed_seq = seq
+        if not self.engine_is_alive:
+            return False
+        return seq != before or not self._has_work(seq)
+
+    def _has_work(self, seq: int) -> bool:
+        if self._front is not None:
+            return bool(self._front.client.health()["busy"])
+        return self._heartbeats is not None and self._heartbeats.peer_seq[0] > seq
