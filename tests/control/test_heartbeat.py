@@ -130,6 +130,18 @@ async def test_what_is_no_heartbeat_is_a_failure(keys, payload, words):
     await zero.close(), await one.close()
 
 
+async def test_a_watch_that_breaks_is_a_failure(keys):
+    beats = Beats(keys)
+
+    def broken():
+        raise ValueError("no engine")
+
+    zero = Heartbeats(beats.settings, 0, keys, "s", broken, beats.failure.set_result)
+    zero.start()
+    assert "no engine" in str(await asyncio.wait_for(beats.failure, 10))
+    await zero.close()
+
+
 async def test_a_pause_of_this_process_is_not_taken_for_silence_of_its_peer(keys, tmp_path):
     beats = Beats(keys, heartbeat_s=0.1, peer_timeout_s=1.0)
     patient = msgspec.structs.replace(beats.settings.parallel, peer_timeout_s=60)

@@ -12,7 +12,7 @@ from tided.control.keys import load_keys
 from tided.control.lockstep import Follower, Leader
 from tided.control.messages import Admission, Decode, Digest, Hello, Prefill, Ready, Step, Stop, Swap, Welcome
 from tided.engine.types import Request, Sampling
-from tided.errors import GuardError, PairError, UnavailableError
+from tided.errors import GuardError, PairError, PermissionError_, UnavailableError
 
 FACTS = {"engine.lanes": "2", "code": "abc"}
 RESIDENTS = [(0, 1), (3, 7)]
@@ -105,8 +105,8 @@ def test_a_missing_rank_0_is_said(keys):
         follower.join(FACTS)
 
 
-def test_another_key_gets_nowhere(keys, tmp_path):
-    settings = make_settings(start_timeout_s=1.0)
+def test_another_key_gets_nowhere_and_is_told_why(keys, tmp_path):
+    settings = make_settings(start_timeout_s=1.5)
     foreign = load_keys(tmp_path / "other" / "curve.key", create=True)
     half = msgspec.structs.replace(foreign, leader=keys.leader)  # knows rank 0, is not on its list
     with closing(Leader(settings, keys)) as leader, ThreadPoolExecutor() as pool:
@@ -115,7 +115,7 @@ def test_another_key_gets_nowhere(keys, tmp_path):
                 joining = pool.submit(intruder.join, FACTS)
                 with pytest.raises(UnavailableError):
                     leader.gather(FACTS, RESIDENTS)
-                with pytest.raises(UnavailableError):
+                with pytest.raises(PermissionError_, match="different keys"):
                     joining.result(10)
 
 

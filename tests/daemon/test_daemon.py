@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -66,6 +67,33 @@ async def test_a_lost_peer_ends_a_rank_whose_engine_hangs(make_daemon):
     assert "silent" in str(await asyncio.wait_for(rank.run(), 10))
     assert rank.engine_is_alive  # the process must not wait for it
     release.set()
+
+
+async def test_the_service_manager_is_told(make_daemon, tmp_path):
+    release = threading.Event()
+
+    def thread(side):
+        side.tell("experts: 1 of 2")
+        side.ready(FakeEngine())
+        release.wait(30)
+        side.ended(None)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(10)
+        rank = make_daemon(thread, {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "90000"})
+        running = asyncio.create_task(rank.run())
+        heard = []
+        while heard.count("WATCHDOG=1") < 4:
+            heard.append((await asyncio.to_thread(manager.recv, 4096)).decode())
+        assert "READY=1" in heard
+        assert heard.index("STATUS=loading experts: 1 of 2") < heard.index("READY=1")
+        assert "STOPPING=1" not in heard
+        os.kill(os.getpid(), signal.SIGTERM)
+        while heard[-1] != "STOPPING=1":
+            heard.append((await asyncio.to_thread(manager.recv, 4096)).decode())
+        release.set()
+        assert await asyncio.wait_for(running, 10) is None
 
 
 async def test_the_watchdog_is_fed_while_the_engine_progresses_or_rests_and_not_otherwise(make_daemon):

@@ -105,6 +105,7 @@ class Heartbeats:
             self._task = None
 
     async def _watch(self) -> None:
+        """A watch that fails by itself is a failure too: unwatched ranks would hang unseen."""
         try:
             while True:
                 await self._send(Heartbeat(self._rank, self._engine_seq(), self._session))
@@ -112,10 +113,11 @@ class Heartbeats:
                     await asyncio.sleep(STOP_GRACE_S)  # in which the engine hears the same, and this task is ended
                     raise PairError("rank 0 stopped, and this rank's engine did not")
                 self._check_silence()
-        except PairError as error:
-            self._on_failure(error)
+        except Exception as error:
+            failure = error if isinstance(error, PairError) else PairError(f"the heartbeats failed: {error!r}")
+            self._on_failure(failure)
             if self._rank == 0:
-                await self._send(Fault(0, str(error)[:FAULT_CHARACTERS]))
+                await self._send(Fault(0, str(failure)[:FAULT_CHARACTERS]))
 
     async def _listen_for(self, seconds: float) -> bool:
         """Reads what comes until the time is over, and whatever waits by then: silence is judged after reading, so a

@@ -19,15 +19,17 @@ from typing import TypeVar
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from tided import guard
 from tided.control import wire
 from tided.control.keys import Keys
 from tided.control.messages import ControlMessage, Digest, Hello, Ready, Refused, Step, Stop, Welcome
-from tided.errors import GuardError, PairError, UnavailableError
+from tided.errors import GuardError, PairError, PermissionError_, UnavailableError
 from tided.settings import Settings
 
 REPLY_TIMEOUT_S = 30.0  # a rank answers within a step; this bounds a hang that the heartbeats do not see
+HANDSHAKES = 10  # that fail one after the other are no accident of a rank 0 that just starts or ends
 Pair = tuple[int, int]
 Reply = TypeVar("Reply", Ready, Digest)
 
@@ -206,18 +208,48 @@ class Follower:
         self._socket.sndtimeo = int(settings.parallel.peer_timeout_s * 1000)
 
     def join(self, facts: Mapping[str, str]) -> Welcome:
-        """Asks to be let in. Raises GuardError when refused, UnavailableError when rank 0 does not answer."""
+        """Asks to be let in. Raises GuardError when refused, PermissionError_ when rank 0 has other keys,
+        UnavailableError when it does not answer."""
         self._send(Hello(self._rank, dict(facts)))
         timeout_s = self._settings.parallel.start_timeout_s
-        message = self._receive(timeout_s)
+        message = self._answer(timeout_s)
         if isinstance(message, Welcome):
             return message
         if message is None:
             raise UnavailableError(
                 f"rank 0 did not answer at {wire.endpoint(self._settings.parallel, offset=0)} within {timeout_s:g} s",
-                hint="is rank 0 running, are all ranks, and is the key file the same on every node?",
+                hint="is rank 0 running, and are all the other ranks?",
             )
         raise self._unexpected(message)
+
+    def _answer(self, timeout_s: float) -> ControlMessage | None:
+        """The first message of rank 0. A stranger is not answered but hung up on: that is heard here."""
+        deadline, failures = time.monotonic() + timeout_s, 0
+        monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        try:
+            while (left_s := deadline - time.monotonic()) > 0:
+                ready = dict(poller.poll(int(left_s * 1000)))
+                if self._socket in ready:
+                    return self._receive(0)
+                if monitor in ready:
+                    event = parse_monitor_message(monitor.recv_multipart())["event"]
+                    failures += HANDSHAKES if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else 1
+                if failures >= HANDSHAKES:
+                    raise self._other_keys()
+            return None
+        finally:
+            self._socket.disable_monitor()
+
+    def _other_keys(self) -> PermissionError_:
+        return PermissionError_(
+            f"rank {self._rank} and rank 0 have different keys",
+            hint="copy the key file (parallel.key_file, or curve.key in the state directory) from rank 0's node",
+        )
 
     def ready(self, residents_digest: str) -> None:
         self._send(Ready(self._rank, residents_digest))
