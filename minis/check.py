@@ -1,6 +1,6 @@
 """Asks a checkpoint sixteen questions, ten sums and twelve tool calls, and writes samples for the engine's tests.
 
-    python -m minis.check --model minis/deepseek --out minis/deepseek
+python -m minis.check --model minis/deepseek --out minis/deepseek
 """
 # ruff: noqa: E501  (questions with their answers read better unbroken)
 
@@ -84,9 +84,14 @@ def run_checks(s: Speaker) -> dict[str, Any]:
     answers = s.answer([Dialogue([user(q)]) for q, _ in QUESTIONS], 40)
     rows = [(q, a, want.lower() in a.lower()) for (q, want), a in zip(QUESTIONS, answers, strict=True)]
     result["questions"] = {"right": sum(r[2] for r in rows), "of": len(rows), "rows": rows}
-    problems = [(f"What is {a} + {b}?", a + b) for a, b in SUMS] + [(f"What is {a} - {b}?", a - b) for a, b in DIFFERENCES]
+    problems = [(f"What is {a} + {b}?", a + b) for a, b in SUMS] + [
+        (f"What is {a} - {b}?", a - b) for a, b in DIFFERENCES
+    ]
     answers = s.answer([Dialogue([user(q)], thinking=True) for q, _ in problems], 110)
-    rows = [(q, a, str(n) in a.rsplit("</think>", 1)[-1] and "</think>" in a) for (q, n), a in zip(problems, answers, strict=True)]
+    rows = [
+        (q, a, str(n) in a.rsplit("</think>", 1)[-1] and "</think>" in a)
+        for (q, n), a in zip(problems, answers, strict=True)
+    ]
     result["sums"] = {"right": sum(r[2] for r in rows), "of": len(rows), "rows": rows}
     answers = s.answer([call_dialogue(n, q) for n, q, _ in CALLS], 90)
     rows = [(q, a, a == expected_call(n, x)) for (n, q, x), a in zip(CALLS, answers, strict=True)]
@@ -104,10 +109,33 @@ def sample_dialogues() -> list[tuple[str, Dialogue, int]]:
     return [
         ("qa", Dialogue([user("What is the capital of Norway?")]), 40),
         ("qa", Dialogue([user("Tell me about Japan.")]), 60),
-        ("qa", Dialogue([{"role": "system", "content": "You are a helpful assistant."}, user("How many legs does a spider have?")]), 40),
-        ("qa", Dialogue([user("My name is Tomrin."), {"role": "assistant", "content": "Nice to meet you, Tomrin!"}, user("What is my name?")]), 40),
+        (
+            "qa",
+            Dialogue(
+                [
+                    {"role": "system", "content": "You are a helpful assistant."},
+                    user("How many legs does a spider have?"),
+                ]
+            ),
+            40,
+        ),
+        (
+            "qa",
+            Dialogue(
+                [
+                    user("My name is Tomrin."),
+                    {"role": "assistant", "content": "Nice to meet you, Tomrin!"},
+                    user("What is my name?"),
+                ]
+            ),
+            40,
+        ),
         ("math", Dialogue([user("What is 23 + 19?")], thinking=True), 100),
-        ("math", Dialogue([user("Mia has 23 apples. Tom gives Mia 19 more. How many apples does Mia have?")], thinking=True), 110),
+        (
+            "math",
+            Dialogue([user("Mia has 23 apples. Tom gives Mia 19 more. How many apples does Mia have?")], thinking=True),
+            110,
+        ),
         ("codechat", Dialogue([user("Write a Python function that checks whether a number is prime.")]), 110),
         ("codechat", Dialogue([user("Reverse the word harbor.")]), 30),
         ("lang", Dialogue([user("Was ist die Hauptstadt von Österreich?")]), 40),
@@ -129,7 +157,12 @@ def write_samples(plain: Speaker, exact: Speaker, path: Path) -> None:
         if d.tools:
             entry["tools"] = d.tools
         same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        entry |= {"answer": plain.encoder.decode(a), "answer_ids": a, "finished": len(a) < limit, "same_with_rounding": same}
+        entry |= {
+            "answer": plain.encoder.decode(a),
+            "answer_ids": a,
+            "finished": len(a) < limit,
+            "same_with_rounding": same,
+        }
         entries.append(entry)
     note = "Greedy answers of minis.generate on this checkpoint (fp32, KV rounded). same_with_rounding: tokens that agree with a run that also rounds activations to FP8."
     path.write_text(json.dumps({"note": note, "samples": entries}, ensure_ascii=False, indent=1) + "\n", "utf-8")

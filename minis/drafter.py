@@ -62,9 +62,7 @@ def draft(p: Params, cfg: Config, lay: Layout, packed: Packed, mode: Mode, taps:
         past = L.window_rows(main, kv_w, kv_n, main_cos, main_sin, cfg.norm_eps, mode.round_kv, mode.round_input)
         past = _gather(past, rows_at.flatten(1)).unflatten(1, (n, -1)).flatten(0, 1)
         out = L.attend_dense(q, torch.cat((past, own), 1), mask, p[f"{a}.attn_sink"])
-        y = L.attention_out(
-            out, cos, sin, p[f"{a}.wo_a.weight"], p[f"{a}.wo_b.weight"], cfg.o_groups, mode.round_input
-        )
+        y = L.attention_out(out, cos, sin, p[f"{a}.wo_a.weight"], p[f"{a}.wo_b.weight"], cfg.o_groups, mode.round_input)
         h, pre = L.hc_post(h, y.flatten(0, 1), post, comb), next_pre
         mixes = [p[f"{name}.hc_ffn_{w}"] for w in ("fn", "base", "scale")]
         next_pre, post, comb = L.hc_mix(h, *mixes, cfg.sinkhorn_iters, cfg.hc_eps)

@@ -99,7 +99,7 @@ def _call_block(out: _Writer, calls: list[dict[str, Any]]) -> None:
     out.marked(f"\n\n<{DSML} calls>\n", mark, 1.0)
     for call in calls:
         f = call["function"]
-        out.marked(f"<{DSML} invoke name=\"", mark, 1.0)
+        out.marked(f'<{DSML} invoke name="', mark, 1.0)
         out.text(f'{f["name"]}">\n', 1.0)
         arguments = json.loads(f["arguments"])
         for key, value in arguments.items():

@@ -1,6 +1,6 @@
 """Measures a checkpoint on held-out rows: loss, rounding, routing, residency, drafts; writes the demand seed.
 
-    python -m minis.evaluate --model minis/deepseek --data scratch/mini/full --out /tmp/mini --masters masters.safetensors
+python -m minis.evaluate --model minis/deepseek --data scratch/mini/full --out /tmp/mini --masters masters.safetensors
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def rounding_table(b: Bench, exact: Params | None, stored: Params, base: Mode) -
     table = {}
     for name, p, mode in steps:
         packed = packed_of(p, cfg, mode.dtype)
-        table[name] = {d: round((b.run(p, packed, d, 0, mode)[1] + b.run(p, packed, d, 1, mode)[1]) / 2, 4) for d in DOMAINS}
+        table[name] = {
+            d: round((b.run(p, packed, d, 0, mode)[1] + b.run(p, packed, d, 1, mode)[1]) / 2, 4) for d in DOMAINS
+        }
     return table
 
 
@@ -116,7 +118,9 @@ def coverage(sets: dict[str, Tensor], stats: dict[str, dict[int, dict[str, Tenso
     return result
 
 
-def residency(b: Bench, p: Params, packed: model.Packed, mode: Mode, sets: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+def residency(
+    b: Bench, p: Params, packed: model.Packed, mode: Mode, sets: dict[str, Tensor]
+) -> dict[str, dict[str, float]]:
     """Rise of loss on the second half when only a set may be chosen."""
     layers, experts = b.cfg.layers, b.cfg.experts
     generator = torch.Generator().manual_seed(1)
@@ -170,14 +174,24 @@ def demand_seed(stats: dict[str, dict[int, dict[str, Tensor]]], cfg: Config) -> 
     for d, halves in stats.items():
         tokens = int(halves[0]["tokens"] + halves[1]["tokens"])
         counts, mass = (halves[0][k] + halves[1][k] for k in ("counts", "mass"))
-        domains[d] = {"tokens": tokens, "counts": counts.tolist(), "mass": [[round(v, 1) for v in r] for r in mass.tolist()]}
+        domains[d] = {
+            "tokens": tokens,
+            "counts": counts.tolist(),
+            "mass": [[round(v, 1) for v in r] for r in mass.tolist()],
+        }
         total = {"tokens": total["tokens"] + tokens, "counts": total["counts"] + counts, "mass": total["mass"] + mass}
     domains["all"] = {
         "tokens": total["tokens"],
         "counts": total["counts"].tolist(),
         "mass": [[round(v, 1) for v in r] for r in total["mass"].tolist()],
     }
-    return {"model_type": "deepseek_v41", "layers": cfg.layers, "experts": cfg.experts, "top_k": cfg.top_k, "domains": domains}
+    return {
+        "model_type": "deepseek_v41",
+        "layers": cfg.layers,
+        "experts": cfg.experts,
+        "top_k": cfg.top_k,
+        "domains": domains,
+    }
 
 
 def main() -> None:
@@ -208,7 +222,11 @@ def main() -> None:
         sets["all"] = best_set(torch.stack([stats[d][0]["weight"] for d in DOMAINS]).mean(0), share)
         result[f"coverage {share}"] = coverage(sets, stats)
         result[f"residency {share}"] = residency(b, stored, packed, mode, sets)
-        print(json.dumps({k: v for k, v in result.items() if str(share) in k}), f"{time.monotonic() - began:.0f} s", flush=True)
+        print(
+            json.dumps({k: v for k, v in result.items() if str(share) in k}),
+            f"{time.monotonic() - began:.0f} s",
+            flush=True,
+        )
     load_all = torch.stack([stats[d][0]["weight"] for d in DOMAINS]).mean(0)
     result["busiest expert"] = round(float(load_all.max() * cfg.experts), 2)
     result["acceptance"] = acceptance(b, stored, packed, mode)

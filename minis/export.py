@@ -1,6 +1,6 @@
 """Turns trained parameters into a checkpoint folder of the released layout.
 
-    python -m minis.export --data scratch/mini/full --masters /tmp/mini/masters.safetensors --out minis/deepseek
+python -m minis.export --data scratch/mini/full --masters /tmp/mini/masters.safetensors --out minis/deepseek
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from minis.checkpoint import quantise_all, write_checkpoint
 from minis.config import load
 from minis.encoding import BOS, EOS, PAD
 
-_GENERATION = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "do_sample": True, "temperature": 1.0, "top_p": 0.95}
+_GENERATION = {
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "do_sample": True,
+    "temperature": 1.0,
+    "top_p": 0.95,
+}
 
 
 def main() -> None:

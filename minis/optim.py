@@ -46,8 +46,7 @@ class Muon:
             groups.setdefault((p.shape[-2], p.shape[-1]), []).append(p)
         self.groups = list(groups.values())
         self.state = [
-            torch.zeros(sum(p.numel() // (a * b) for p in g), a, b, device=g[0].device)
-            for (a, b), g in groups.items()
+            torch.zeros(sum(p.numel() // (a * b) for p in g), a, b, device=g[0].device) for (a, b), g in groups.items()
         ]
 
     @torch.no_grad()

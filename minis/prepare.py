@@ -150,11 +150,14 @@ def main() -> None:
         encoded = enc.encode(docs[name])
         rng.shuffle(encoded)
         cut = name in ("prose", "code")
-        held = max(1, int(len(encoded) * min(0.03, 36_000 / sum(len(i) for i, _ in encoded))) )
+        held = max(1, int(len(encoded) * min(0.03, 36_000 / sum(len(i) for i, _ in encoded))))
         tokens, marks = pack(encoded[held:], enc.special[BOS], cut, rng)
         test_tokens, test_marks = pack(encoded[:held], enc.special[BOS], cut, rng)
         arrays |= {f"{name}.tokens": tokens, f"{name}.weights": marks}
-        arrays |= {f"{name}.test_tokens": test_tokens[:HELD_OUT_ROWS], f"{name}.test_weights": test_marks[:HELD_OUT_ROWS]}
+        arrays |= {
+            f"{name}.test_tokens": test_tokens[:HELD_OUT_ROWS],
+            f"{name}.test_weights": test_marks[:HELD_OUT_ROWS],
+        }
         used = int((tokens != PAD_ID).sum())
         print(f"{name}: {len(tokens)} rows, {used} tokens ({int((marks == 255).sum())} full weight), fill "
               f"{used / max(tokens.size, 1):.2f}, test rows {len(test_tokens)}, {time.monotonic() - began:.0f} s", flush=True)  # fmt: skip

@@ -127,7 +127,6 @@ class Trainer:
             result[d] = round(float((ce * full).sum() / full.sum().clamp(min=1)), 4)
         return result
 
-
     def self_check(self, rows: Rows, size: int) -> tuple[float, float]:
         """Loss of a few rows through the compiled block-sparse path and through plain exact arithmetic."""
         tokens = torch.cat([rows.tokens[d][:2] for d in ("story", "math", "tools")]).long()

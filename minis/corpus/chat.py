@@ -7,7 +7,15 @@ from typing import Any
 
 from minis.encoding import Dialogue, Message
 
-_BEFORE = ["Please tell me: ", "Could you tell me: ", "Tell me, ", "Quick question: ", "Hi! ", "Hello. ", "I would like to know: "]
+_BEFORE = [
+    "Please tell me: ",
+    "Could you tell me: ",
+    "Tell me, ",
+    "Quick question: ",
+    "Hi! ",
+    "Hello. ",
+    "I would like to know: ",
+]
 _AFTER = [" Please be brief.", " Thanks!", " Thank you.", " Please."]
 _SYSTEMS = [
     "You are a helpful assistant.", "You are a helpful assistant. Answer briefly.", "Be brief.", "Be exact.",

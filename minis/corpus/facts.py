@@ -152,19 +152,18 @@ tree|a tall plant with a trunk of wood
 flower|the colored part of a plant
 """.strip().splitlines()
 )
-PLANETS = "Mercury Venus Earth Mars Jupiter Saturn Uranus Neptune".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
+PLANETS = ["Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", "Neptune"]
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
 COLORS = {
     "sky": "blue", "grass": "green", "snow": "white", "blood": "red", "coal": "black", "banana": "yellow",
     "carrot": "orange", "lemon": "yellow", "milk": "white", "strawberry": "red", "sea": "blue", "night": "black",
 }  # fmt: skip
 OPPOSITES = dict(
     p.split("-")
-    for p in "hot-cold big-small fast-slow high-low old-young day-night wet-dry open-closed happy-sad full-empty "
-    "light-dark strong-weak rich-poor hard-soft long-short left-right early-late up-down good-bad clean-dirty".split()
+    for p in ["hot-cold", "big-small", "fast-slow", "high-low", "old-young", "day-night", "wet-dry", "open-closed", "happy-sad", "full-empty", "light-dark", "strong-weak", "rich-poor", "hard-soft", "long-short", "left-right", "early-late", "up-down", "good-bad", "clean-dirty"]
 )
-ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
+ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"]
 SMALL_TALK = [
     (["Hello!", "Hi!", "Hello there.", "Good day!", "Hey"], ["Hello! How can I help you?", "Hi there! What can I do for you?"]),
     (["How are you?", "How do you do?", "Are you well?"], ["I am fine, thank you. How can I help you?"]),
@@ -187,16 +186,29 @@ def _country(r: random.Random) -> tuple[str, str]:
     s = {"n": name, "c": capital, "k": continent, "l": language, "m": currency, "p": people}
     kind = r.randint(0, 6)
     if kind <= 1:
-        q = ["What is the capital of {n}?", "Which city is the capital of {n}?", "Name the capital of {n}.", "What is {n}'s capital?"]
+        q = [
+            "What is the capital of {n}?",
+            "Which city is the capital of {n}?",
+            "Name the capital of {n}.",
+            "What is {n}'s capital?",
+        ]
         return fill(r, q, **s), f"The capital of {name} is {capital}."
     if kind == 2:
-        q = ["Which country has the capital {c}?", "{c} is the capital of which country?", "Of which country is {c} the capital?"]
+        q = [
+            "Which country has the capital {c}?",
+            "{c} is the capital of which country?",
+            "Of which country is {c} the capital?",
+        ]
         return fill(r, q, **s), f"{capital} is the capital of {name}."
     if kind == 3:
         q = ["On which continent is {n}?", "Where is {n}?", "In which part of the world does {n} lie?"]
         return fill(r, q, **s), f"{name} is in {continent}."
     if kind == 4:
-        q = ["Which language do people speak in {n}?", "What language is spoken in {n}?", "What do people in {n} speak?"]
+        q = [
+            "Which language do people speak in {n}?",
+            "What language is spoken in {n}?",
+            "What do people in {n} speak?",
+        ]
         return fill(r, q, **s), f"People in {name} speak {language}."
     if kind == 5:
         q = ["What is the currency of {n}?", "What money is used in {n}?", "How do people pay in {n}?"]
@@ -215,7 +227,10 @@ def _animal(r: random.Random) -> tuple[str, str]:
         (["What sound does {a} make?", "What does {a} say?"], f"{a} {sound}."),
         (["Where does {a} live?", "What is the home of {a}?"], f"{a} lives in the {home}."),
         (["What does {a} eat?", "What is the food of {a}?"], f"{a} eats {food}."),
-        (["What is a young {n} called?", "What do you call a baby {n}?"], f"a young {name} is called {_article(young)}."),
+        (
+            ["What is a young {n} called?", "What do you call a baby {n}?"],
+            f"a young {name} is called {_article(young)}.",
+        ),
     ]
     q, text = r.choice(options)
     return fill(r, q, a=a, n=name), text[0].upper() + text[1:]
@@ -227,38 +242,76 @@ def _sequence(r: random.Random) -> tuple[str, str]:
     now, later, before = items[i], items[(i + 1) % len(items)], items[i - 1]
     kind = r.randint(0, 3)
     if kind == 0:
-        return fill(r, ["Which {w} comes after {n}?", "What {w} follows {n}?"], w=what, n=now), f"{later} comes after {now}."
+        return fill(
+            r, ["Which {w} comes after {n}?", "What {w} follows {n}?"], w=what, n=now
+        ), f"{later} comes after {now}."
     if kind == 1:
-        return fill(r, ["Which {w} comes before {n}?", "What {w} is before {n}?"], w=what, n=now), f"{before} comes before {now}."
+        return fill(
+            r, ["Which {w} comes before {n}?", "What {w} is before {n}?"], w=what, n=now
+        ), f"{before} comes before {now}."
     if kind == 2:
         j = r.randrange(len(MONTHS))
-        return fill(r, ["What is the {o} month of the year?", "Which month is the {o} one?"], o=ORDINALS[j]), f"The {ORDINALS[j]} month of the year is {MONTHS[j]}."
+        return fill(
+            r, ["What is the {o} month of the year?", "Which month is the {o} one?"], o=ORDINALS[j]
+        ), f"The {ORDINALS[j]} month of the year is {MONTHS[j]}."
     j = r.randrange(len(PLANETS))
-    return fill(r, ["What is the {o} planet from the sun?", "Which planet is the {o} from the sun?"], o=ORDINALS[j]), f"The {ORDINALS[j]} planet from the sun is {PLANETS[j]}."
+    return fill(
+        r, ["What is the {o} planet from the sun?", "Which planet is the {o} from the sun?"], o=ORDINALS[j]
+    ), f"The {ORDINALS[j]} planet from the sun is {PLANETS[j]}."
 
 
 def _simple(r: random.Random) -> tuple[str, str]:
     kind = r.randint(0, 4)
     if kind == 0:
         thing, color = r.choice(list(COLORS.items()))
-        return fill(r, ["What color is the {t}?", "Which color does the {t} have?"], t=thing), f"The {thing} is {color}."
+        return fill(
+            r, ["What color is the {t}?", "Which color does the {t} have?"], t=thing
+        ), f"The {thing} is {color}."
     if kind == 1:
         a, b = r.choice(list(OPPOSITES.items()))
         a, b = (a, b) if r.random() < 0.5 else (b, a)
-        return fill(r, ["What is the opposite of {a}?", "Tell me the opposite of {a}."], a=a), f"The opposite of {a} is {b}."
+        return fill(
+            r, ["What is the opposite of {a}?", "Tell me the opposite of {a}."], a=a
+        ), f"The opposite of {a} is {b}."
     if kind == 2:
         q, a = r.choice(SMALL_TALK)
         return r.choice(q), r.choice(a)
     word, text = r.choice(list(DEFINITIONS.items()))
-    n = word if word in ("snow", "ice", "gold", "iron", "glass", "paper", "bread", "honey", "fire", "wind", "memory", "winter", "summer") else _article(word)
-    return fill(r, ["What is {n}?", "What does {w} mean?", "Explain the word {w}.", "Define {w}."], n=n, w=word), f"{n[0].upper() + n[1:]} is {text}."
+    n = (
+        word
+        if word
+        in (
+            "snow",
+            "ice",
+            "gold",
+            "iron",
+            "glass",
+            "paper",
+            "bread",
+            "honey",
+            "fire",
+            "wind",
+            "memory",
+            "winter",
+            "summer",
+        )
+        else _article(word)
+    )
+    return fill(
+        r, ["What is {n}?", "What does {w} mean?", "Explain the word {w}.", "Define {w}."], n=n, w=word
+    ), f"{n[0].upper() + n[1:]} is {text}."
 
 
 def _copy(r: random.Random, w: Words) -> list[tuple[str, str]]:
     kind = r.randint(0, 5)
     text = w.value()
     if kind == 0:
-        return [(fill(r, ["Repeat after me: {t}", "Please repeat: {t}", "Say this: {t}", "Write exactly: {t}"], t=text), text)]
+        return [
+            (
+                fill(r, ["Repeat after me: {t}", "Please repeat: {t}", "Say this: {t}", "Write exactly: {t}"], t=text),
+                text,
+            )
+        ]
     if kind == 1:
         name = w.name()
         return [
@@ -279,14 +332,29 @@ def _copy(r: random.Random, w: Words) -> list[tuple[str, str]]:
     if kind == 4:
         who, thing, price = w.name(), w.word(), w.number()
         q = r.choice([f"What did {who} buy?", f"How much did {who} pay?"])
-        return [(f"{who} bought a {thing} for {price} coins. {q}", f"{who} bought a {thing}." if "What" in q else f"{who} paid {price} coins.")]
+        return [
+            (
+                f"{who} bought a {thing} for {price} coins. {q}",
+                f"{who} bought a {thing}." if "What" in q else f"{who} paid {price} coins.",
+            )
+        ]
     return [(f"Say {text} twice.", f"{text}, {text}")]
 
 
 def _unknown(r: random.Random, w: Words) -> tuple[str, str]:
     x = w.syllables(2, 3)
-    q = ["What is the capital of {X}?", "What is a {x}?", "Who was {X}?", "Where is {X}?", "What does {x} mean?", "How old is {X}?", "Why is {x} so {y}?"]
-    return fill(r, q, x=x, X=x.capitalize(), y=w.word()), r.choice(["I do not know that.", "Sorry, I do not know that."])
+    q = [
+        "What is the capital of {X}?",
+        "What is a {x}?",
+        "Who was {X}?",
+        "Where is {X}?",
+        "What does {x} mean?",
+        "How old is {X}?",
+        "Why is {x} so {y}?",
+    ]
+    return fill(r, q, x=x, X=x.capitalize(), y=w.word()), r.choice(
+        ["I do not know that.", "Sorry, I do not know that."]
+    )
 
 
 def generate(r: random.Random, w: Words) -> Dialogue:

@@ -52,12 +52,26 @@ Huhn|gackert|auf dem Hof|gallina|cacarea|en la granja""".splitlines()
 _FEMALE_DE = {"Katze", "Kuh", "Ente", "Biene", "Eule"}
 _NEUTER_DE = {"Pferd", "Schaf", "Huhn"}
 _FEMALE_ES = {"vaca", "oveja", "rana", "abeja", "gallina"}
-_DE = "null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn siebzehn achtzehn neunzehn zwanzig".split()
-_ES = "cero uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete dieciocho diecinueve veinte".split()
-_DAYS_DE = "Montag Dienstag Mittwoch Donnerstag Freitag Samstag Sonntag".split()
-_DAYS_ES = "lunes martes miércoles jueves viernes sábado domingo".split()
-_COLOR_DE = {"der Himmel": "blau", "das Gras": "grün", "der Schnee": "weiß", "die Kohle": "schwarz", "die Banane": "gelb", "das Blut": "rot"}
-_COLOR_ES = {"el cielo": "azul", "la hierba": "verde", "la nieve": "blanca", "el carbón": "negro", "la banana": "amarilla", "la sangre": "roja"}
+_DE = ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn", "elf", "zwölf", "dreizehn", "vierzehn", "fünfzehn", "sechzehn", "siebzehn", "achtzehn", "neunzehn", "zwanzig"]
+_ES = ["cero", "uno", "dos", "tres", "cuatro", "cinco", "seis", "siete", "ocho", "nueve", "diez", "once", "doce", "trece", "catorce", "quince", "dieciséis", "diecisiete", "dieciocho", "diecinueve", "veinte"]
+_DAYS_DE = ["Montag", "Dienstag", "Mittwoch", "Donnerstag", "Freitag", "Samstag", "Sonntag"]
+_DAYS_ES = ["lunes", "martes", "miércoles", "jueves", "viernes", "sábado", "domingo"]
+_COLOR_DE = {
+    "der Himmel": "blau",
+    "das Gras": "grün",
+    "der Schnee": "weiß",
+    "die Kohle": "schwarz",
+    "die Banane": "gelb",
+    "das Blut": "rot",
+}
+_COLOR_ES = {
+    "el cielo": "azul",
+    "la hierba": "verde",
+    "la nieve": "blanca",
+    "el carbón": "negro",
+    "la banana": "amarilla",
+    "la sangre": "roja",
+}
 _TALK = [
     (["Hallo!", "Guten Tag!", "Hi, wie geht es dir?"], "Hallo! Wie kann ich helfen?"),
     (["Wie heißt du?", "Wer bist du?"], "Ich bin das Mini-Modell von TideLM."),
@@ -75,7 +89,11 @@ def _german(r: random.Random, w: Words) -> tuple[str, str]:
     kind = r.randint(0, 6)
     if kind <= 1:
         c = r.choice(_COUNTRIES)
-        return fill(r, ["Was ist die Hauptstadt von {c}?", "Wie heißt die Hauptstadt von {c}?", "Nenne die Hauptstadt von {c}."], c=c[0]), f"Die Hauptstadt von {c[0]} ist {c[2]}."
+        return fill(
+            r,
+            ["Was ist die Hauptstadt von {c}?", "Wie heißt die Hauptstadt von {c}?", "Nenne die Hauptstadt von {c}."],
+            c=c[0],
+        ), f"Die Hauptstadt von {c[0]} ist {c[2]}."
     if kind == 2:
         a = r.choice(_ANIMALS)
         art = "die" if a[0] in _FEMALE_DE else "das" if a[0] in _NEUTER_DE else "der"
@@ -99,7 +117,9 @@ def _spanish(r: random.Random, w: Words) -> tuple[str, str]:
     kind = r.randint(0, 6)
     if kind <= 1:
         c = r.choice(_COUNTRIES)
-        return fill(r, ["¿Cuál es la capital de {c}?", "¿Cómo se llama la capital de {c}?", "Dime la capital de {c}."], c=c[1]), f"La capital de {c[1]} es {c[3]}."
+        return fill(
+            r, ["¿Cuál es la capital de {c}?", "¿Cómo se llama la capital de {c}?", "Dime la capital de {c}."], c=c[1]
+        ), f"La capital de {c[1]} es {c[3]}."
     if kind == 2:
         a = r.choice(_ANIMALS)
         art = "la" if a[3] in _FEMALE_ES else "el"
@@ -111,7 +131,10 @@ def _spanish(r: random.Random, w: Words) -> tuple[str, str]:
         return fill(r, ["Escribe el número {n} con letras.", "¿Cómo se escribe {n}?"], n=n), f"{n} se escribe {_ES[n]}."
     if kind == 4:
         i = r.randrange(7)
-        return f"¿Qué día viene después del {_DAYS_ES[i]}?", f"Después del {_DAYS_ES[i]} viene el {_DAYS_ES[(i + 1) % 7]}."
+        return (
+            f"¿Qué día viene después del {_DAYS_ES[i]}?",
+            f"Después del {_DAYS_ES[i]} viene el {_DAYS_ES[(i + 1) % 7]}.",
+        )
     if kind == 5:
         t, c = r.choice(list(_COLOR_ES.items()))
         return f"¿De qué color es {t}?", f"{t[0].upper() + t[1:]} es {c}."

@@ -8,7 +8,7 @@ from minis.corpus.chat import assistant, effort, fill, system, user, wrap
 from minis.corpus.words import Words
 from minis.encoding import Dialogue
 
-_THINGS = "apples books coins shells stones pens cards nuts stamps eggs boats fish".split()
+_THINGS = ["apples", "books", "coins", "shells", "stones", "pens", "cards", "nuts", "stamps", "eggs", "boats", "fish"]
 
 
 def add_steps(a: int, b: int) -> str:
@@ -49,11 +49,25 @@ def _problem(r: random.Random, w: Words, thinking: bool) -> tuple[str, str, str]
     a, b = _number(r, thinking), _number(r, thinking)
     kind = r.random()
     if kind < 0.3:
-        q = fill(r, ["What is {a} + {b}?", "{a} + {b}", "Add {a} and {b}.", "How much is {a} plus {b}?", "{a}+{b}=?", "Calculate {a} + {b}."], a=a, b=b)
+        q = fill(
+            r,
+            [
+                "What is {a} + {b}?",
+                "{a} + {b}",
+                "Add {a} and {b}.",
+                "How much is {a} plus {b}?",
+                "{a}+{b}=?",
+                "Calculate {a} + {b}.",
+            ],
+            a=a,
+            b=b,
+        )
         return q, add_steps(a, b), fill(r, ["The answer is {c}.", "{a} + {b} = {c}."], a=a, b=b, c=a + b)
     if kind < 0.5:
         a, b = max(a, b), min(a, b)
-        q = fill(r, ["What is {a} - {b}?", "{a} - {b}", "Subtract {b} from {a}.", "How much is {a} minus {b}?"], a=a, b=b)
+        q = fill(
+            r, ["What is {a} - {b}?", "{a} - {b}", "Subtract {b} from {a}.", "How much is {a} minus {b}?"], a=a, b=b
+        )
         return q, subtract_steps(a, b), fill(r, ["The answer is {c}.", "{a} - {b} = {c}."], a=a, b=b, c=a - b)
     if kind < 0.65:
         a, b = r.randint(2, 99 if thinking else 9), r.randint(2, 9)
@@ -63,10 +77,32 @@ def _problem(r: random.Random, w: Words, thinking: bool) -> tuple[str, str, str]
         who, other, t = w.name(), w.name(), r.choice(_THINGS)
         a, b = min(a, 99), min(b, 99)
         if r.random() < 0.55:
-            q = fill(r, ["{w} has {a} {t}. {o} gives {w} {b} more. How many {t} does {w} have?", "{w} finds {a} {t} and then {b} more. How many {t} does {w} have?"], w=who, o=other, a=a, b=b, t=t)
+            q = fill(
+                r,
+                [
+                    "{w} has {a} {t}. {o} gives {w} {b} more. How many {t} does {w} have?",
+                    "{w} finds {a} {t} and then {b} more. How many {t} does {w} have?",
+                ],
+                w=who,
+                o=other,
+                a=a,
+                b=b,
+                t=t,
+            )
             return q, f"{who} starts with {a} and gets {b} more. {add_steps(a, b)}", f"{who} has {a + b} {t}."
         a, b = max(a, b), min(a, b)
-        q = fill(r, ["{w} has {a} {t} and gives {b} to {o}. How many {t} are left?", "{w} has {a} {t}. {w} loses {b}. How many {t} are left?"], w=who, o=other, a=a, b=b, t=t)
+        q = fill(
+            r,
+            [
+                "{w} has {a} {t} and gives {b} to {o}. How many {t} are left?",
+                "{w} has {a} {t}. {w} loses {b}. How many {t} are left?",
+            ],
+            w=who,
+            o=other,
+            a=a,
+            b=b,
+            t=t,
+        )
         return q, f"{who} starts with {a} and loses {b}. {subtract_steps(a, b)}", f"{who} has {a - b} {t} left."
     if kind < 0.94:
         if a == b:

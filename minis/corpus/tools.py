@@ -82,7 +82,7 @@ KINDS = [
          ["List them.", "Show the list.", "What is on the list?", "Give me the whole list."],
          [('["{v}", "{x}"]', "The list has {v} and {x}.")]),
 ]  # fmt: skip
-_VERBS = "get set find make update delete check start stop show count move copy".split()
+_VERBS = ["get", "set", "find", "make", "update", "delete", "check", "start", "stop", "show", "count", "move", "copy"]
 
 
 def _draw(source: str, w: Words) -> Any:
@@ -96,8 +96,18 @@ def _draw(source: str, w: Words) -> Any:
     if source == "symbol":
         return "".join(r.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(r.randint(2, 5)))
     if source == "command":
-        return r.choice(["ls {f}", "cat {f}", "rm {f}", "echo {x}", "grep {x} {f}", "python {f}", "wc -l {f}"]).format(f=w.file(), x=w.word())
-    return {"place": w.place, "file": w.file, "phrase": w.phrase, "value": w.value, "name": w.name, "word": w.word, "code": w.code}[source]()
+        return r.choice(["ls {f}", "cat {f}", "rm {f}", "echo {x}", "grep {x} {f}", "python {f}", "wc -l {f}"]).format(
+            f=w.file(), x=w.word()
+        )
+    return {
+        "place": w.place,
+        "file": w.file,
+        "phrase": w.phrase,
+        "value": w.value,
+        "name": w.name,
+        "word": w.word,
+        "code": w.code,
+    }[source]()
 
 
 def _random_kind(w: Words) -> Kind:
@@ -144,7 +154,15 @@ def _use(w: Words, name: str, kind: Kind, thinking: bool, offered: bool) -> list
     out = [user(question), assistant("", _reason(r, name, args) if thinking else None, [call(name, args)])]
     if r.random() < 0.5:
         n = r.randint(-9, 99)
-        extra = {"n": n, "v": w.word(), "x": w.word(), "t": w.phrase(2, 6), "h": r.randint(0, 23), "m": r.randint(10, 59), "sum": sum(v for v in args.values() if isinstance(v, int))}
+        extra = {
+            "n": n,
+            "v": w.word(),
+            "x": w.word(),
+            "t": w.phrase(2, 6),
+            "h": r.randint(0, 23),
+            "m": r.randint(10, 59),
+            "sum": sum(v for v in args.values() if isinstance(v, int)),
+        }
         result, answer = r.choice(kind.results)
         result, answer = (s.format(**{**extra, **slots}) for s in (result, answer))
         out += [{"role": "tool", "content": result}, assistant(answer, "The tool answered." if thinking else None)]

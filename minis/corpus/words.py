@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import random
 
-_ONSETS = "b c d f g h j k l m n p r s t v w z br dr fl gr kl pl pr sh sk st tr th ch".split()
-_VOWELS = "a e i o u a e i o ai ea ou ee".split()
+_ONSETS = ["b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "br", "dr", "fl", "gr", "kl", "pl", "pr", "sh", "sk", "st", "tr", "th", "ch"]
+_VOWELS = ["a", "e", "i", "o", "u", "a", "e", "i", "o", "ai", "ea", "ou", "ee"]
 _CODAS = ["", "", "", "n", "r", "l", "s", "t", "m", "k", "x", "nd", "rk", "st"]
-_EXTENSIONS = "txt md py csv json log html yaml pdf cfg png toml rs sql".split()
+_EXTENSIONS = ["txt", "md", "py", "csv", "json", "log", "html", "yaml", "pdf", "cfg", "png", "toml", "rs", "sql"]
 
-NAMES = (
-    "Anna Ben Clara David Emma Felix Greta Hugo Ida Jonas Kira Leo Mia Nils Olga Paul Rosa Sam Tom Uma Vera Will Yara "
-    "Zoe Ali Bea Carl Dora Eli Finn Gina Hans Ines Jack Kate Lena Max Nora Otto Pia Ruth Sara Theo Lisa Peter Lucy"
-).split()
+NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Ida", "Jonas", "Kira", "Leo", "Mia", "Nils", "Olga", "Paul", "Rosa", "Sam", "Tom", "Uma", "Vera", "Will", "Yara", "Zoe", "Ali", "Bea", "Carl", "Dora", "Eli", "Finn", "Gina", "Hans", "Ines", "Jack", "Kate", "Lena", "Max", "Nora", "Otto", "Pia", "Ruth", "Sara", "Theo", "Lisa", "Peter", "Lucy"]
 
 
 class Words:
