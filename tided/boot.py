@@ -45,8 +45,8 @@ log = logging.getLogger("boot")
 class LoopSide(Protocol):
     """What the engine thread asks of the loop. Every method may be called from that thread."""
 
-    def tell(self, message: str) -> None:
-        """Progress of the start, for people."""
+    def tell(self, message: str, done: int = 0, total: int = 0) -> None:
+        """Progress of the start, for people. `total` 0: it has no number."""
         ...
 
     def joined(self, session: str) -> None:
@@ -197,7 +197,7 @@ class _Reporter:
         now = time.monotonic()
         if now - self._told_s > 0.5 or done == total:
             self._told_s = now
-            self._loop.tell(f"{part}: {done} of {total}")
+            self._loop.tell(f"{part}: {done} of {total}" if total > 1 else part, done, total)
 
 
 def _memory_bytes() -> int:

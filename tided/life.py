@@ -52,8 +52,8 @@ class Daemon:
 
     # Called by the engine thread
 
-    def tell(self, message: str) -> None:
-        self._soon(self._show, "joining" if message == "handshake" else "loading", message)
+    def tell(self, message: str, done: int = 0, total: int = 0) -> None:
+        self._soon(self._show, "joining" if message == "handshake" else "loading", message, done, total)
 
     def joined(self, session: str) -> None:
         if self._keys is not None:
@@ -142,12 +142,12 @@ class Daemon:
         self._show("ready", f"http://{server.host}:{server.port}" if self._rank == 0 else "")
         self._notifier.ready()
 
-    def _show(self, phase: Phase, message: str) -> None:
+    def _show(self, phase: Phase, message: str, done: int = 0, total: int = 0) -> None:
         """In the state file, to the service manager; in the log when the phase is new."""
         if phase != self._state.state.phase:
             log.info("%s %s", phase, message)
         port = self._settings.server.port if self._rank == 0 else 0
-        self._state.enter(phase, message, port=port)
+        self._state.enter(phase, message, done=done, total=total, port=port)
         self._notifier.status(f"{phase} {message}")
         if phase in ("joining", "loading"):
             self._notifier.more_time(START_MORE_S)

@@ -48,6 +48,30 @@ async def test_an_orderly_end(make_daemon, tmp_path):
     assert read_rank(tmp_path, 1).exit_code == 0
 
 
+async def test_progress_of_a_load_is_in_the_state_file_in_words_and_numbers(make_daemon, tmp_path):
+    states = []
+
+    def thread(side):
+        reporter = boot._Reporter(side)
+        for part, done, total in (("dense weights", 1, 1), ("experts", 8, 8)):
+            reporter(part, done, total)
+            side.joined("")  # returns when the loop has come round
+            states.append(read_rank(tmp_path, 1))
+        side.ended(None)
+
+    daemon = make_daemon(thread)
+    daemon.joined = lambda _: asyncio.run_coroutine_threadsafe(asyncio.sleep(0), daemon._loop).result(10)
+    assert await asyncio.wait_for(daemon.run(), 10) is None
+    told = [(state.phase, state.message, state.done, state.total) for state in states]
+    assert told == [("loading", "dense weights", 1, 1), ("loading", "experts: 8 of 8", 8, 8)]
+
+
+def test_a_state_file_without_progress_is_read(tmp_path):
+    (tmp_path / "rank-0.json").write_text('{"rank":0,"pid":1,"started":0,"phase":"loading","since":0,"new":1}')
+    state = read_rank(tmp_path, 0)
+    assert (state.done, state.total) == (0, 0)
+
+
 async def test_an_error_is_kept_in_the_state_file(make_daemon, tmp_path):
     fault = DataError("is truncated", where="model.safetensors")
     assert await asyncio.wait_for(make_daemon(lambda side: side.ended(fault)).run(), 10) is fault

@@ -18,7 +18,8 @@ MAX_FILE_BYTES = 64 << 10
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
     """`started` and `since` in seconds of Unix time: of the process, of the phase. `port` is where HTTP is served, 0
-    for none. `exit_code` is known in the last phases. `message` holds progress, or the error in full."""
+    for none. `exit_code` is known in the last phases. `message` holds progress, or the error in full; `done` of `total`
+    is the same progress in numbers, `total` 0 where it has none."""
 
     rank: int
     pid: int
@@ -26,6 +27,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase
     since: float
     message: str = ""
+    done: int = 0
+    total: int = 0
     port: int = 0
     exit_code: int | None = None
 
@@ -43,13 +46,24 @@ class StateFile:
     def state(self) -> RankState:
         return self._state
 
-    def enter(self, phase: Phase, message: str = "", *, port: int | None = None, exit_code: int | None = None) -> None:
+    def enter(
+        self,
+        phase: Phase,
+        message: str = "",
+        *,
+        done: int = 0,
+        total: int = 0,
+        port: int | None = None,
+        exit_code: int | None = None,
+    ) -> None:
         state = self._state
         self._state = msgspec.structs.replace(
             state,
             phase=phase,
             since=state.since if state.phase == phase else time.time(),
             message=message,
+            done=done,
+            total=total,
             port=state.port if port is None else port,
             exit_code=exit_code,
         )
