@@ -3,16 +3,21 @@
 import asyncio
 import threading
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from engine_fakes import LIMITS, Alone, executor, request
 from msgspec.structs import replace
 
+from tided.engine import client as client_module
 from tided.engine.client import EngineClient
 from tided.engine.leader import LeaderEngine
 from tided.engine.scheduler import Scheduler
+from tided.engine.stats import Residency
 from tided.engine.types import Failed, Finished, Sampling, Started, Tokens
 from tided.errors import PairError, QueueFullError, RequestError
+
+RESIDENCY = Residency(generation=0, residents=15, total=24, mask_hash="")
 
 
 class Gate(Alone):
@@ -185,6 +190,36 @@ async def test_health_tells_lanes_queue_and_residents():
         await asyncio.gather(*map(collect, answers))
         assert client.health()["engine_seq"] == engine.seq > 0
         assert client.health()["last_step_age_s"] >= 0
+
+
+async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    client = EngineClient(2, 2)
+    client.attach(SimpleNamespace(submit=lambda request: None, residency=RESIDENCY, seq=1, last_step_s=0.0))
+
+    async def post(at_s, *events):
+        now[0] = at_s
+        client.post(events)
+        await asyncio.sleep(0)  # one turn of the loop: the wake-up runs
+
+    def speed():
+        return client.health()["decode_tok_s"]
+
+    assert speed() is None
+    for name in "ab":
+        client.submit(request(name))
+    await post(160, Started("a"), Started("b"), Tokens("a", [1]))  # a minute for the prompt
+    assert speed() is None
+    for step in range(1, 41):
+        await post(160 + step / 10, Tokens("a", [1]), Tokens("b", [1, 2]))
+    assert speed() == pytest.approx(30)
+    now[0] += 8  # a stall shows at once
+    assert 1 < speed() < 15
+    await post(now[0], Finished("a", "stop", 3, 41, {}))
+    assert speed() is not None
+    client.fail_all("lost")
+    assert speed() is None
 
 
 async def test_draining_refuses_newcomers_and_waits_for_the_rest():

@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol
 
-from tided.engine.stats import Residency
+from tided.engine.speed import DecodeSpeed
+from tided.engine.stats import Residency, rounded
 from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
 from tided.errors import QueueFullError, RequestError, TideError
 
@@ -46,6 +47,7 @@ class Answer(AsyncIterator[Event]):
     def __init__(self, client: "EngineClient", request: Request) -> None:
         self.request = request
         self.started = self.cancelled = self.done = False
+        self.growing = False  # its first token is here, its last is not
         self._client = client
         self._events: deque[Event] = deque()
         self._arrived = asyncio.Event()
@@ -58,6 +60,7 @@ class Answer(AsyncIterator[Event]):
             self._events.append(event)
         self.started |= isinstance(event, Started)
         self.done |= isinstance(event, Finished | Failed)
+        self.growing = not self.done and (self.growing or isinstance(event, Tokens))
         self._arrived.set()
 
     def __aiter__(self) -> "Answer":
@@ -85,6 +88,7 @@ class EngineClient:
         self.fault = ""
         self.recent_stats: deque[dict[str, Any]] = deque(maxlen=RECENT_STATS)  # newest first
         self._lanes, self._queue = lanes, queue
+        self._speed = DecodeSpeed()
         self._engine: EngineThread | None = None
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, Answer] = {}
@@ -124,6 +128,7 @@ class EngineClient:
             self.state, self.fault = "fault", message
         for request_id in list(self._open):
             self._deliver(Failed(request_id, message))
+        self._speed.note(0, False, time.monotonic())
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests and waits for the open ones. Those that `timeout_s` did not suffice for are cancelled,
@@ -145,6 +150,11 @@ class EngineClient:
     def waiting(self) -> int:
         return sum(not answer.started for answer in self._open.values())
 
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens a second of all lanes together, in the last seconds; None while no answer grows."""
+        return rounded(self._speed.tok_s(time.monotonic()), 2)
+
     def health(self) -> dict[str, Any]:
         """A snapshot: no lock, no tensor, no wait."""
         waiting, engine = self.waiting, self._engine
@@ -154,6 +164,7 @@ class EngineClient:
             "lanes": {"total": self._lanes, "busy": len(self._open) - waiting},
             "queue": waiting,
             "busy": bool(self._open),
+            "decode_tok_s": self.decode_tok_s,
         }
         if engine is not None:
             residency = engine.residency
@@ -198,6 +209,8 @@ class EngineClient:
             events, self._arrived = self._arrived, []
         for event in events:
             self._deliver(event)
+        tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
+        self._speed.note(tokens, any(answer.growing for answer in self._open.values()), time.monotonic())
 
     def _deliver(self, event: Event) -> None:
         answer = self._open.get(event.request_id)
