@@ -6,8 +6,9 @@ RECENT_S = 5.0  # what is so old weighs 1/e of what is new
 
 
 class DecodeSpeed:
-    """Tokens and seconds of the time in which at least one answer grew, both aged alike. A prompt that is computed while
-    no answer grows does not count, one that holds up an answer does. Times are seconds of one monotonic clock."""
+    """Tokens and seconds of the time in which at least one answer grew, both aged alike. A prompt that is computed
+    while no answer grows does not count, one that holds up an answer does. Times are seconds of one monotonic clock.
+    """
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
