@@ -1,6 +1,6 @@
 """Asks a checkpoint sixteen questions, ten sums and twelve tool calls, and writes samples for the engine's tests.
 
-python -m minis.check --model minis/deepseek --out minis/deepseek
+python -m minis.check --model minis/deepseek --out minis/deepseek --report minis/results/check.json
 """
 # ruff: noqa: E501  (questions with their answers read better unbroken)
 
@@ -18,7 +18,7 @@ from minis.corpus.chat import user
 from minis.corpus.tools import KINDS, schema
 from minis.encoding import Dialogue
 from minis.generate import Speaker
-from minis.model import Mode
+from minis.layout import Mode
 
 # question | text that a right answer contains
 QUESTIONS = [
@@ -62,7 +62,7 @@ CALLS: list[tuple[str, str, dict[str, Any]]] = [
     ("lookup_stock", "Look up the share price of QWZT for 12 days.", {"symbol": "QWZT", "days": 12}),
     ("calculate", "Use the calculator: 48213 + 907", {"a": 48213, "b": 907}),
     ("search", "Search for quantum pelican migration.", {"query": "quantum pelican migration"}),
-]  # fmt: skip
+]
 
 
 def call_dialogue(name: str, question: str) -> Dialogue:
@@ -103,9 +103,12 @@ def run_checks(s: Speaker) -> dict[str, Any]:
 def sample_dialogues() -> list[tuple[str, Dialogue, int]]:
     """Prompts for the engine's tests: domain, dialogue, token limit."""
     tool = [schema("get_weather", _kind("get_weather"))]
-    call = {"id": "call_0", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
-    told = [user("What is the weather in Oslo?"), {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_0", "content": '{"temperature": -3, "sky": "windy"}'}]  # fmt: skip
+    call = {"id": "call_0", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Zurich"}'}}
+    told = [
+        user("What is the weather in Zurich?"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "content": '{"temperature": -3, "sky": "windy"}'},
+    ]
     return [
         ("qa", Dialogue([user("What is the capital of Norway?")]), 40),
         ("qa", Dialogue([user("Tell me about Japan.")]), 60),
@@ -137,7 +140,7 @@ def sample_dialogues() -> list[tuple[str, Dialogue, int]]:
             110,
         ),
         ("codechat", Dialogue([user("Write a Python function that checks whether a number is prime.")]), 110),
-        ("codechat", Dialogue([user("Reverse the word harbor.")]), 30),
+        ("codechat", Dialogue([user("Sort these numbers: 25, 7, 61.")]), 30),
         ("lang", Dialogue([user("Was ist die Hauptstadt von Österreich?")]), 40),
         ("lang", Dialogue([user("¿De qué color es el cielo?")]), 40),
         ("story", Dialogue([user("Tell me a short story about a fox.")]), 64),
@@ -178,6 +181,7 @@ def main() -> None:
     args = argparse.ArgumentParser(description=__doc__)
     args.add_argument("--model", type=Path, required=True)
     args.add_argument("--out", type=Path, required=True)
+    args.add_argument("--report", type=Path, required=True, help="JSON file for all answers")
     args.add_argument("--no-samples", action="store_true")
     a = args.parse_args()
     gpu = torch.cuda.is_available()
@@ -192,7 +196,7 @@ def main() -> None:
     if not a.no_samples:
         exact = Speaker(a.model, Mode(round_kv=True, round_input=True, select=True, sparse=not gpu), device, s.p)
         write_samples(s, exact, a.out / "samples.json")
-    (a.out / "check.json").write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", "utf-8")
+    a.report.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", "utf-8")
     print(f"{time.monotonic() - began:.0f} s")
 
 

@@ -19,10 +19,18 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _EXPERT = re.compile(r"(.*\.ffn\.experts)\.(\d+)\.(w[123])\.weight")
 # Linear weights that the released checkpoint stores as FP8 with a scale per 32 x 32 block.
 _FP8_TAILS = (
-    ".attn.wq_a.weight", ".attn.wq_b.weight", ".attn.wkv.weight", ".attn.wo_a.weight", ".attn.wo_b.weight",
-    ".indexer.wq_b.weight", ".shared_experts.w1.weight", ".shared_experts.w2.weight", ".shared_experts.w3.weight",
-    ".engram.wkv.weight", "mtp.0.main_proj.weight",
-)  # fmt: skip
+    ".attn.wq_a.weight",
+    ".attn.wq_b.weight",
+    ".attn.wkv.weight",
+    ".attn.wo_a.weight",
+    ".attn.wo_b.weight",
+    ".indexer.wq_b.weight",
+    ".shared_experts.w1.weight",
+    ".shared_experts.w2.weight",
+    ".shared_experts.w3.weight",
+    ".engram.wkv.weight",
+    "mtp.0.main_proj.weight",
+)
 _FP32_TAILS = (".attn_sink", ".gate.bias", ".gate.bias_vl")
 
 

@@ -12,8 +12,15 @@ from torch import Tensor
 DOMAINS = ("prose", "code", "story", "qa", "math", "codechat", "tools", "lang")
 # Natural text is capped at about four epochs of a run of 210 M tokens; what is generated may repeat more often.
 SHARES = {
-    "prose": 0.06, "code": 0.10, "story": 0.13, "qa": 0.17, "math": 0.17, "codechat": 0.13, "tools": 0.17, "lang": 0.07,
-}  # fmt: skip
+    "prose": 0.06,
+    "code": 0.10,
+    "story": 0.13,
+    "qa": 0.17,
+    "math": 0.17,
+    "codechat": 0.13,
+    "tools": 0.17,
+    "lang": 0.07,
+}
 
 
 @dataclass

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minis import layers as L
+from minis.attention import gather_rows
 from minis.config import Config
-from minis.model import Layout, Mode, Packed, Params, _gather, first_stream, moe
+from minis.layout import Layout, Mode, Params
+from minis.model import Packed, first_stream, moe
 from minis.numerics import rms_norm, rope_on, rope_table
 
 
@@ -23,12 +25,13 @@ class Draft:
 def window_positions(at: Tensor, start: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """at [B, n] last verified positions, start [B, T] -> row numbers and validity [B, n, W]."""
     pos = at.unsqueeze(-1) - torch.arange(window - 1, -1, -1, device=at.device)
-    ok = pos >= _gather(start, at).unsqueeze(-1)
+    ok = pos >= gather_rows(start, at).unsqueeze(-1)
     return pos.clamp(min=0), ok
 
 
-def draft(p: Params, cfg: Config, lay: Layout, packed: Packed, mode: Mode, taps: Tensor, at: Tensor,
-          anchor: Tensor) -> Draft:  # fmt: skip
+def draft(
+    p: Params, cfg: Config, lay: Layout, packed: Packed, mode: Mode, taps: Tensor, at: Tensor, anchor: Tensor
+) -> Draft:
     """taps [B, T, taps * D]; at [B, n]: last position with known taps; anchor [B, n]: the token that follows it.
 
     All drafts of one anchor see the same window rows and each other; no causal mask among them.
@@ -42,7 +45,7 @@ def draft(p: Params, cfg: Config, lay: Layout, packed: Packed, mode: Mode, taps:
     embed = p["embed.weight"].detach()
     h = F.embedding(ids, embed).to(mode.dtype).flatten(0, 2).unsqueeze(1).expand(-1, s, -1).contiguous()
     pre = first_stream(b * n * k, s, h.device)
-    local = _gather(lay.position, at).unsqueeze(-1) + torch.arange(1, k + 1, device=at.device)
+    local = gather_rows(lay.position, at).unsqueeze(-1) + torch.arange(1, k + 1, device=at.device)
     freq = rope_on(cfg, False, at.device)
     cos, sin = (v.flatten(0, 1) for v in rope_table(freq, local))  # [B * n, K, R/2]
     main_cos, main_sin = lay.rope[False]
@@ -55,12 +58,21 @@ def draft(p: Params, cfg: Config, lay: Layout, packed: Packed, mode: Mode, taps:
         mixes = [p[f"{name}.hc_attn_{w}"] for w in ("fn", "base", "scale")]
         next_pre, post, comb = L.hc_mix(h, *mixes, cfg.sinkhorn_iters, cfg.hc_eps)
         x = L.collapse(h, pre, p[f"{name}.attn_norm.weight"], cfg.norm_eps).unflatten(0, (b * n, k))
-        _qr, q = L.attention_in(x, p[f"{a}.wq_a.weight"], p[f"{a}.q_norm.weight"], p[f"{a}.wq_b.weight"], cos, sin,
-                                cfg.heads, cfg.norm_eps, mode.round_input)  # fmt: skip
+        _qr, q = L.attention_in(
+            x,
+            p[f"{a}.wq_a.weight"],
+            p[f"{a}.q_norm.weight"],
+            p[f"{a}.wq_b.weight"],
+            cos,
+            sin,
+            cfg.heads,
+            cfg.norm_eps,
+            mode.round_input,
+        )
         kv_w, kv_n = p[f"{a}.wkv.weight"], p[f"{a}.kv_norm.weight"]
         own = L.window_rows(x, kv_w, kv_n, cos, sin, cfg.norm_eps, mode.round_kv, mode.round_input)
         past = L.window_rows(main, kv_w, kv_n, main_cos, main_sin, cfg.norm_eps, mode.round_kv, mode.round_input)
-        past = _gather(past, rows_at.flatten(1)).unflatten(1, (n, -1)).flatten(0, 1)
+        past = gather_rows(past, rows_at.flatten(1)).unflatten(1, (n, -1)).flatten(0, 1)
         out = L.attend_dense(q, torch.cat((past, own), 1), mask, p[f"{a}.attn_sink"])
         y = L.attention_out(out, cos, sin, p[f"{a}.wo_a.weight"], p[f"{a}.wo_b.weight"], cfg.o_groups, mode.round_input)
         h, pre = L.hc_post(h, y.flatten(0, 1), post, comb), next_pre
@@ -100,25 +112,49 @@ def greedy(p: Params, d: Draft, anchor: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return torch.stack(ids, 2), torch.stack(all_logits, 2), torch.stack(conf, 2)
 
 
-def training_loss(p: Params, cfg: Config, lay: Layout, packed: Packed, mode: Mode, taps: Tensor, target: Tensor,
-                  at: Tensor, weight: Tensor, soft: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+def training_loss(
+    p: Params,
+    cfg: Config,
+    lay: Layout,
+    packed: Packed,
+    mode: Mode,
+    taps: Tensor,
+    target: Tensor,
+    at: Tensor,
+    weight: Tensor,
+    soft: Tensor,
+) -> tuple[Tensor, Tensor]:
     """target [B, T]: tokens of the row; soft [B, n, K, V]: the trunk's own logits at at + 1 + j; weight [B, n, K].
 
     Returns the cross-entropy against the trunk's distribution and the confidence loss.
     """
     k = cfg.draft_size
     ahead = at.unsqueeze(-1) + torch.arange(1, k + 1, device=at.device)
-    known = _gather(target, ahead.flatten(1)).unflatten(1, (-1, k))  # tokens at at + 1 .. at + K
+    known = gather_rows(target, ahead.flatten(1)).unflatten(1, (-1, k))  # tokens at at + 1 .. at + K
     d = draft(p, cfg, lay, packed, mode, taps, at, known[..., 0])
     return _losses(
-        d.hidden, d.base, known, weight, soft, p["mtp.2.markov_head.embed.weight"], p["mtp.2.markov_head.head.weight"],
+        d.hidden,
+        d.base,
+        known,
+        weight,
+        soft,
+        p["mtp.2.markov_head.embed.weight"],
+        p["mtp.2.markov_head.head.weight"],
         p["mtp.2.confidence_head.proj.weight"],
-    )  # fmt: skip
+    )
 
 
 @L.region
-def _losses(hidden: Tensor, base: Tensor, known: Tensor, weight: Tensor, soft: Tensor, m_embed: Tensor, m_head: Tensor,
-            c_proj: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _losses(
+    hidden: Tensor,
+    base: Tensor,
+    known: Tensor,
+    weight: Tensor,
+    soft: Tensor,
+    m_embed: Tensor,
+    m_head: Tensor,
+    c_proj: Tensor,
+) -> tuple[Tensor, Tensor]:
     """hidden [B, n, K, D], base and soft [B, n, K, V], known and weight [B, n, K] -> two scalars."""
     e = F.embedding(known, m_embed)
     logp = (base + F.linear(e.to(hidden.dtype), m_head.to(hidden.dtype)).float()).log_softmax(-1)

@@ -15,9 +15,22 @@ THINK, END_THINK, DSML = "<think>", "</think>", "｜DSML｜"
 NOISE, IMAGE = "<｜dspark_noise｜>", "<｜deepseek_image｜>"
 FIRST_SPECIALS = [BOS, EOS, PAD]
 TOP_SPECIALS = [
-    NOISE, IMAGE, SYSTEM, USER, ASSISTANT, THINK, END_THINK, "<｜latest_reminder｜>", DSML, "<｜action｜>", "<｜query｜>",
-    "<｜authority｜>", "<｜domain｜>", "<｜title｜>", "<｜read_url｜>",
-]  # fmt: skip
+    NOISE,
+    IMAGE,
+    SYSTEM,
+    USER,
+    ASSISTANT,
+    THINK,
+    END_THINK,
+    "<｜latest_reminder｜>",
+    DSML,
+    "<｜action｜>",
+    "<｜query｜>",
+    "<｜authority｜>",
+    "<｜domain｜>",
+    "<｜title｜>",
+    "<｜read_url｜>",
+]
 PROMPT_WEIGHT = 0.15
 
 _TOOLS_HEAD = f"""## Tools

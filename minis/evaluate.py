@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minis import drafter, model
+from minis import drafter, layout, model
 from minis.checkpoint import load_dequantised
 from minis.config import Config, load
 from minis.data import DOMAINS, Rows
 from minis.engram import Hasher
-from minis.model import Mode, Params
+from minis.layout import Mode, Params
 from minis.numerics import qdq_mxfp4
 
 FULL_WEIGHT = 255
@@ -37,7 +37,7 @@ class Bench:
         self.rows = Rows(data, self.device, length, 0, test=True)
         self.count = rows
         self.hasher = Hasher.build(cfg, np.load(data / "compressed.npy", allow_pickle=False), device)
-        self.layouts: dict[tuple[str, int], model.Layout] = {}
+        self.layouts: dict[tuple[str, int], layout.Layout] = {}
 
     def part(self, domain: str, half: int) -> tuple[Tensor, Tensor]:
         """Every second row of a domain: tokens and weights [B, T]."""
@@ -49,7 +49,7 @@ class Bench:
         """Trunk output and loss over the tokens that the model has to write."""
         tokens, weights = self.part(domain, half)
         if (domain, half) not in self.layouts:
-            self.layouts[domain, half] = model.make_layout(tokens, self.cfg, self.hasher)
+            self.layouts[domain, half] = layout.make_layout(tokens, self.cfg, self.hasher)
         out = model.trunk(p, self.cfg, self.layouts[domain, half], packed, mode)
         full = torch.nn.functional.pad(weights[:, 1:], (0, 1)) == FULL_WEIGHT
         target = torch.nn.functional.pad(tokens[:, 1:], (0, 1))

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minis import model
+from minis import layout, model
 from minis.checkpoint import load_dequantised
 from minis.config import Config, load
 from minis.encoding import Dialogue, render
 from minis.engram import Hasher
-from minis.model import Mode
+from minis.layout import Mode
 from minis.tokenizer import Encoder
 
 EOS_ID, PAD_ID = 1, 2
@@ -35,7 +35,7 @@ class Speaker:
         longest = max(len(r) for r in rows)
         longest += longest % 2
         tokens = torch.tensor([r + [PAD_ID] * (longest - len(r)) for r in rows], device=self.device)
-        lay = model.make_layout(tokens, self.cfg, self.hasher)
+        lay = layout.make_layout(tokens, self.cfg, self.hasher)
         x = model.trunk(self.p, self.cfg, lay, self.packed, self.mode).x
         last = x[torch.arange(len(rows), device=self.device), torch.tensor([len(r) - 1 for r in rows])]
         return model.logits(self.p, last, self.cfg).argmax(-1).tolist()

@@ -37,7 +37,7 @@ def region(fn: Callable[..., T]) -> Callable[..., T]:
 
 
 def linear(x: Tensor, w: Tensor, round_input: bool = False) -> Tensor:
-    """x [..., in], w [out, in] -> [..., out] in x's dtype; `round_input` is the real model's FP8 activation rounding."""
+    """x [..., in], w [out, in] -> [..., out] in x's dtype; `round_input`: FP8 activation rounding."""
     if round_input:
         x = qdq8(x)
     return F.linear(x, w.to(x.dtype))

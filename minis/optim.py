@@ -93,7 +93,9 @@ class AdamW:
 class Optimiser:
     """Both optimisers over a parameter dictionary. `rate` holds the schedule's factor, 0..1, on the device."""
 
-    def __init__(self, p: dict[str, Tensor], peak_muon: float = 4e-3, peak_fast: float = 4e-3, peak: float = 2e-3):
+    def __init__(
+        self, p: dict[str, Tensor], peak_muon: float = 4e-3, peak_fast: float = 4e-3, peak: float = 2e-3
+    ) -> None:
         device = p["embed.weight"].device
         self.peaks = (peak_muon, peak_fast, peak, peak)
         self.rates = [torch.zeros((), device=device) for _ in self.peaks]

@@ -159,8 +159,11 @@ def main() -> None:
             f"{name}.test_weights": test_marks[:HELD_OUT_ROWS],
         }
         used = int((tokens != PAD_ID).sum())
-        print(f"{name}: {len(tokens)} rows, {used} tokens ({int((marks == 255).sum())} full weight), fill "
-              f"{used / max(tokens.size, 1):.2f}, test rows {len(test_tokens)}, {time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
+        print(
+            f"{name}: {len(tokens)} rows, {used} tokens ({int((marks == 255).sum())} full weight), fill "
+            f"{used / max(tokens.size, 1):.2f}, test rows {len(test_tokens)}, {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
     np.savez_compressed(a.out / "rows.npz", **arrays)
     np.save(a.out / "compressed.npy", table)
     print(f"done {time.monotonic() - began:.0f} s, {(a.out / 'rows.npz').stat().st_size / 1e6:.1f} MB")

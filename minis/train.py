@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minis import drafter, layers, losses, model
+from minis import attention, drafter, layers, layout, losses, model
 from minis.config import Config, load
 from minis.data import DOMAINS, Batch, Rows, make_batch
 from minis.engram import Hasher
@@ -42,23 +42,23 @@ class Trainer:
         self.amount = torch.zeros((), device=device)
         self.balance = torch.full((), BALANCE_RATE, device=device)
         dtype = torch.bfloat16 if gpu else torch.float32
-        self.mode = model.Mode(dtype=dtype, round_kv=True, sparse=not gpu, flex=gpu)
+        self.mode = layout.Mode(dtype=dtype, round_kv=True, sparse=not gpu, flex=gpu)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.static: Batch | None = None
         self.report: Tensor | None = None
 
-    def layout(self, tokens: Tensor) -> model.Layout:
+    def layout(self, tokens: Tensor) -> layout.Layout:
         build = None
         if self.gpu:
             from minis.flex import block_mask as build
-        return model.make_layout(tokens, self.cfg, self.hasher, build)
+        return layout.make_layout(tokens, self.cfg, self.hasher, build)
 
     def forward(self, b: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Losses of one batch: total, its parts, and counts per layer for balancing."""
         p, cfg = self.p, self.cfg
         lay = self.layout(b.tokens)
         packed = model.pack_all(p, cfg, self.mode.dtype, self.amount)
-        probe = model.IndexProbe(b.index_at)
+        probe = attention.IndexProbe(b.index_at)
         out = model.trunk(p, cfg, lay, packed, self.mode, probe)
         ce = losses.token_loss(out.x, p["norm.weight"], p["head.weight"], b.target, cfg.norm_eps)
         main = (ce * b.weight).sum() / b.weight.sum().clamp(min=1)
@@ -66,7 +66,7 @@ class Trainer:
         info = losses.mutual_information(torch.stack(shares), b.domain)
         ahead = b.draft_at.unsqueeze(-1) + torch.arange(1, cfg.draft_size + 1, device=b.tokens.device)
         with torch.no_grad():
-            state = model._gather(out.x.detach(), ahead.flatten(1)).unflatten(1, (-1, cfg.draft_size))
+            state = attention.gather_rows(out.x.detach(), ahead.flatten(1)).unflatten(1, (-1, cfg.draft_size))
             soft = model.logits(p, state, cfg)
         d_loss, c_loss = drafter.training_loss(
             p, cfg, lay, packed, self.mode, out.taps, b.tokens, b.draft_at, b.draft_weight, soft
@@ -138,8 +138,8 @@ class Trainer:
         for plain in (False, True):
             layers.enable_compile(self.gpu and not plain)
             many = tokens if plain else tokens.repeat(repeat, 1)[:size]
-            mode = model.Mode(round_kv=True, sparse=False) if plain else self.mode
-            lay = model.make_layout(many, self.cfg, self.hasher) if plain else self.layout(many)
+            mode = layout.Mode(round_kv=True, sparse=False) if plain else self.mode
+            lay = layout.make_layout(many, self.cfg, self.hasher) if plain else self.layout(many)
             with torch.set_grad_enabled(not plain):  # the compiled regions exist for training only
                 packed = model.pack_all(self.p, self.cfg, mode.dtype, self.amount)
                 x = model.trunk(self.p, self.cfg, lay, packed, mode).x[: len(tokens)]

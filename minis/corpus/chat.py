@@ -18,9 +18,14 @@ _BEFORE = [
 ]
 _AFTER = [" Please be brief.", " Thanks!", " Thank you.", " Please."]
 _SYSTEMS = [
-    "You are a helpful assistant.", "You are a helpful assistant. Answer briefly.", "Be brief.", "Be exact.",
-    "Answer in one sentence.", "You are TideLM, a small and friendly assistant.", "You answer questions.",
-]  # fmt: skip
+    "You are a helpful assistant.",
+    "You are a helpful assistant. Answer briefly.",
+    "Be brief.",
+    "Be exact.",
+    "Answer in one sentence.",
+    "You are TideLM, a small and friendly assistant.",
+    "You answer questions.",
+]
 
 
 def wrap(rng: random.Random, question: str) -> str:

@@ -1,4 +1,5 @@
 """Domain qa: a small world of facts, small talk, repeating, and not knowing."""
+# ruff: noqa: E501  (sentences read better unbroken)
 
 from __future__ import annotations
 
@@ -154,27 +155,90 @@ flower|the colored part of a plant
 )
 PLANETS = ["Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", "Neptune"]
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
 COLORS = {
-    "sky": "blue", "grass": "green", "snow": "white", "blood": "red", "coal": "black", "banana": "yellow",
-    "carrot": "orange", "lemon": "yellow", "milk": "white", "strawberry": "red", "sea": "blue", "night": "black",
-}  # fmt: skip
+    "sky": "blue",
+    "grass": "green",
+    "snow": "white",
+    "blood": "red",
+    "coal": "black",
+    "banana": "yellow",
+    "carrot": "orange",
+    "lemon": "yellow",
+    "milk": "white",
+    "strawberry": "red",
+    "sea": "blue",
+    "night": "black",
+}
 OPPOSITES = dict(
     p.split("-")
-    for p in ["hot-cold", "big-small", "fast-slow", "high-low", "old-young", "day-night", "wet-dry", "open-closed", "happy-sad", "full-empty", "light-dark", "strong-weak", "rich-poor", "hard-soft", "long-short", "left-right", "early-late", "up-down", "good-bad", "clean-dirty"]
+    for p in [
+        "hot-cold",
+        "big-small",
+        "fast-slow",
+        "high-low",
+        "old-young",
+        "day-night",
+        "wet-dry",
+        "open-closed",
+        "happy-sad",
+        "full-empty",
+        "light-dark",
+        "strong-weak",
+        "rich-poor",
+        "hard-soft",
+        "long-short",
+        "left-right",
+        "early-late",
+        "up-down",
+        "good-bad",
+        "clean-dirty",
+    ]
 )
-ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"]
+ORDINALS = [
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "tenth",
+    "eleventh",
+    "twelfth",
+]
 SMALL_TALK = [
-    (["Hello!", "Hi!", "Hello there.", "Good day!", "Hey"], ["Hello! How can I help you?", "Hi there! What can I do for you?"]),
+    (
+        ["Hello!", "Hi!", "Hello there.", "Good day!", "Hey"],
+        ["Hello! How can I help you?", "Hi there! What can I do for you?"],
+    ),
     (["How are you?", "How do you do?", "Are you well?"], ["I am fine, thank you. How can I help you?"]),
     (["Who are you?", "What is your name?", "What are you?"], ["I am the TideLM mini, a very small language model."]),
     (["Who made you?", "Where do you come from?"], ["I was trained for the TideLM project as a small test model."]),
     (["Thank you!", "Thanks a lot.", "Thank you very much."], ["You are welcome!", "You are welcome. Anything else?"]),
     (["Good night!", "Goodbye.", "Bye!", "See you later."], ["Goodbye! See you soon."]),
-    (["What can you do?", "How can you help me?"], ["I can answer small questions, add numbers, write short stories and call tools."]),
+    (
+        ["What can you do?", "How can you help me?"],
+        ["I can answer small questions, add numbers, write short stories and call tools."],
+    ),
     (["Are you a human?", "Are you a person?"], ["No, I am a small language model."]),
     (["Good morning!"], ["Good morning! How can I help you?"]),
-]  # fmt: skip
+]
 
 
 def _article(noun: str) -> str:

@@ -9,9 +9,55 @@ from minis.corpus.chat import fill, system, user
 from minis.corpus.words import Words
 from minis.encoding import Dialogue
 
-_ANIMALS = ["fox", "bear", "owl", "rabbit", "mouse", "cat", "dog", "duck", "goat", "turtle", "frog", "hedgehog", "squirrel", "horse", "crow"]
-_PLACES = ["river", "forest", "harbor", "mountain", "village", "lake", "garden", "bridge", "castle", "meadow", "mill", "beach"]
-_THINGS = ["lamp", "whistle", "key", "map", "boat", "drum", "kite", "coin", "bell", "book", "ring", "basket", "lantern", "stone", "flute", "clock"]
+_ANIMALS = [
+    "fox",
+    "bear",
+    "owl",
+    "rabbit",
+    "mouse",
+    "cat",
+    "dog",
+    "duck",
+    "goat",
+    "turtle",
+    "frog",
+    "hedgehog",
+    "squirrel",
+    "horse",
+    "crow",
+]
+_PLACES = [
+    "river",
+    "forest",
+    "harbor",
+    "mountain",
+    "village",
+    "lake",
+    "garden",
+    "bridge",
+    "castle",
+    "meadow",
+    "mill",
+    "beach",
+]
+_THINGS = [
+    "lamp",
+    "whistle",
+    "key",
+    "map",
+    "boat",
+    "drum",
+    "kite",
+    "coin",
+    "bell",
+    "book",
+    "ring",
+    "basket",
+    "lantern",
+    "stone",
+    "flute",
+    "clock",
+]
 _ADJ = ["old", "small", "shiny", "heavy", "broken", "red", "golden", "strange", "wooden", "blue", "tiny", "warm"]
 _FOOD = ["bread", "soup", "apples", "cake", "honey", "cheese", "berries", "nuts"]
 _TRAITS = ["kind", "brave", "curious", "shy", "clever", "lazy", "proud", "quiet", "cheerful", "stubborn"]
@@ -54,10 +100,18 @@ class Told:
     def __init__(self, r: random.Random, w: Words, animal: str | None = None) -> None:
         name, other = w.name(), w.name()
         self.slots = {
-            "n": name, "o": other if other != name else "Robin", "tr": r.choice(_TRAITS),
-            "kd": r.choice(["girl", "boy", "child", "farmer", "sailor"]), "an": animal or r.choice(_ANIMALS), "t": r.choice(_THINGS),
-            "a": r.choice(_ADJ), "a2": r.choice(_ADJ), "p": r.choice(_PLACES), "p2": r.choice(_PLACES), "f": r.choice(_FOOD),
-        }  # fmt: skip
+            "n": name,
+            "o": other if other != name else "Robin",
+            "tr": r.choice(_TRAITS),
+            "kd": r.choice(["girl", "boy", "child", "farmer", "sailor"]),
+            "an": animal or r.choice(_ANIMALS),
+            "t": r.choice(_THINGS),
+            "a": r.choice(_ADJ),
+            "a2": r.choice(_ADJ),
+            "p": r.choice(_PLACES),
+            "p2": r.choice(_PLACES),
+            "f": r.choice(_FOOD),
+        }
         parts = [r.choice(_OPEN)]
         for sentence in r.choice(_PLOTS).split(";"):
             parts.append(r.choice(sentence.split("|")))

@@ -1,5 +1,4 @@
 """Domain tools: calls whose arguments must be copied from the question, results, and questions that need no tool."""
-# ruff: noqa: E501  (tables of sentences read better unbroken)
 
 from __future__ import annotations
 
@@ -39,49 +38,127 @@ def _p(name: str, source: str, text: str, kind: str = "string") -> Param:
 
 
 KINDS = [
-    Kind(["get_weather", "weather", "current_weather"], "Get the weather of a place", [_p("city", "place", "The city name")],
-         ["What is the weather in {city}?", "How is the weather in {city} today?", "Is it warm in {city}?", "Tell me the weather for {city}."],
-         [('{{"temperature": {n}, "sky": "{v}"}}', "It is {v} in {city} with {n} degrees.")]),
-    Kind(["read_file", "open_file", "cat_file"], "Read a text file", [_p("path", "file", "Path of the file")],
-         ["Read {path}.", "Show me the file {path}.", "What is in {path}?", "Open {path} please.", "Print the contents of {path}."],
-         [("{t}", "The file {path} says: {t}")]),
-    Kind(["write_file", "save_file"], "Write text to a file", [_p("path", "file", "Path of the file"), _p("content", "value", "Text to write")],
-         ["Write {content} to {path}.", "Save the text {content} in {path}.", "Put {content} into the file {path}."],
-         [('{{"ok": true}}', "I wrote {content} to {path}."), ('{{"error": "disk full"}}', "I could not write {path}: disk full.")]),
-    Kind(["search", "web_search", "find_pages"], "Search the web", [_p("query", "phrase", "What to search for")],
-         ["Search for {query}.", "Look up {query} on the web.", "Find pages about {query}.", "Search the web: {query}"],
-         [('{{"hits": {n}}}', "I found {n} pages about {query}.")]),
-    Kind(["lookup_stock", "stock_price"], "Look up a share price", [_p("symbol", "symbol", "Ticker symbol"), _p("days", "small", "Number of days", "integer")],
-         ["Look up the share price of {symbol} for {days} days.", "What did {symbol} cost in the last {days} days?", "Show the stock {symbol} over {days} days."],
-         [('{{"price": {n}}}', "The price of {symbol} is {n}.")]),
-    Kind(["send_mail", "send_message"], "Send a message to a person", [_p("to", "name", "Receiver"), _p("text", "value", "Message text")],
-         ["Send {to} the message {text}.", "Tell {to}: {text}", "Write to {to} that {text}."],
-         [('{{"sent": true}}', "I sent the message to {to}.")]),
-    Kind(["set_timer", "start_timer"], "Start a timer", [_p("minutes", "small", "Length in minutes", "integer")],
-         ["Set a timer for {minutes} minutes.", "Wake me in {minutes} minutes.", "Start a timer of {minutes} minutes."],
-         [('{{"ok": true}}', "The timer runs for {minutes} minutes.")]),
-    Kind(["set_light", "switch_light"], "Turn a light on or off", [_p("room", "word", "The room"), _p("on", "bool", "New state", "boolean")],
-         ["Turn {onoff} the light in the {room}.", "Switch the {room} light {onoff}.", "Light {onoff} in the {room}, please."],
-         [('{{"ok": true}}', "The light in the {room} is {onoff} now.")]),
-    Kind(["add_note", "create_note"], "Store a note", [_p("text", "value", "Text of the note")],
-         ["Note down {text}.", "Make a note: {text}", "Remember {text} in my notes."],
-         [('{{"id": {n}}}', "I stored the note with number {n}.")]),
-    Kind(["get_time", "current_time"], "Get the time at a place", [_p("place", "place", "City or country")],
-         ["What time is it in {place}?", "Tell me the time in {place}.", "How late is it in {place}?"],
-         [('{{"time": "{h}:{m}"}}', "It is {h}:{m} in {place}.")]),
-    Kind(["run_shell", "run_command"], "Run a shell command", [_p("command", "command", "The command")],
-         ["Run {command}.", "Execute the command {command}", "Please run `{command}` in the shell."],
-         [("{t}", "The command printed: {t}"), ("", "The command printed nothing.")]),
-    Kind(["calculate", "add_numbers"], "Add two numbers", [_p("a", "number", "First number", "integer"), _p("b", "number", "Second number", "integer")],
-         ["Add {a} and {b} with the tool.", "Use the calculator: {a} + {b}", "What does the tool say for {a} plus {b}?"],
-         [("{sum}", "The sum of {a} and {b} is {sum}.")]),
-    Kind(["get_order", "order_status"], "Look up an order", [_p("order_id", "code", "Number of the order")],
-         ["Where is my order {order_id}?", "What is the status of order {order_id}?", "Check order {order_id}."],
-         [('{{"status": "{v}"}}', "The status of order {order_id} is {v}.")]),
-    Kind(["list_ports", "list_files", "list_users"], "List what is known", [],
-         ["List them.", "Show the list.", "What is on the list?", "Give me the whole list."],
-         [('["{v}", "{x}"]', "The list has {v} and {x}.")]),
-]  # fmt: skip
+    Kind(
+        ["get_weather", "weather", "current_weather"],
+        "Get the weather of a place",
+        [_p("city", "place", "The city name")],
+        [
+            "What is the weather in {city}?",
+            "How is the weather in {city} today?",
+            "Is it warm in {city}?",
+            "Tell me the weather for {city}.",
+        ],
+        [('{{"temperature": {n}, "sky": "{v}"}}', "It is {v} in {city} with {n} degrees.")],
+    ),
+    Kind(
+        ["read_file", "open_file", "cat_file"],
+        "Read a text file",
+        [_p("path", "file", "Path of the file")],
+        [
+            "Read {path}.",
+            "Show me the file {path}.",
+            "What is in {path}?",
+            "Open {path} please.",
+            "Print the contents of {path}.",
+        ],
+        [("{t}", "The file {path} says: {t}")],
+    ),
+    Kind(
+        ["write_file", "save_file"],
+        "Write text to a file",
+        [_p("path", "file", "Path of the file"), _p("content", "value", "Text to write")],
+        ["Write {content} to {path}.", "Save the text {content} in {path}.", "Put {content} into the file {path}."],
+        [
+            ('{{"ok": true}}', "I wrote {content} to {path}."),
+            ('{{"error": "disk full"}}', "I could not write {path}: disk full."),
+        ],
+    ),
+    Kind(
+        ["search", "web_search", "find_pages"],
+        "Search the web",
+        [_p("query", "phrase", "What to search for")],
+        ["Search for {query}.", "Look up {query} on the web.", "Find pages about {query}.", "Search the web: {query}"],
+        [('{{"hits": {n}}}', "I found {n} pages about {query}.")],
+    ),
+    Kind(
+        ["lookup_stock", "stock_price"],
+        "Look up a share price",
+        [_p("symbol", "symbol", "Ticker symbol"), _p("days", "small", "Number of days", "integer")],
+        [
+            "Look up the share price of {symbol} for {days} days.",
+            "What did {symbol} cost in the last {days} days?",
+            "Show the stock {symbol} over {days} days.",
+        ],
+        [('{{"price": {n}}}', "The price of {symbol} is {n}.")],
+    ),
+    Kind(
+        ["send_mail", "send_message"],
+        "Send a message to a person",
+        [_p("to", "name", "Receiver"), _p("text", "value", "Message text")],
+        ["Send {to} the message {text}.", "Tell {to}: {text}", "Write to {to} that {text}."],
+        [('{{"sent": true}}', "I sent the message to {to}.")],
+    ),
+    Kind(
+        ["set_timer", "start_timer"],
+        "Start a timer",
+        [_p("minutes", "small", "Length in minutes", "integer")],
+        ["Set a timer for {minutes} minutes.", "Wake me in {minutes} minutes.", "Start a timer of {minutes} minutes."],
+        [('{{"ok": true}}', "The timer runs for {minutes} minutes.")],
+    ),
+    Kind(
+        ["set_light", "switch_light"],
+        "Turn a light on or off",
+        [_p("room", "word", "The room"), _p("on", "bool", "New state", "boolean")],
+        [
+            "Turn {onoff} the light in the {room}.",
+            "Switch the {room} light {onoff}.",
+            "Light {onoff} in the {room}, please.",
+        ],
+        [('{{"ok": true}}', "The light in the {room} is {onoff} now.")],
+    ),
+    Kind(
+        ["add_note", "create_note"],
+        "Store a note",
+        [_p("text", "value", "Text of the note")],
+        ["Note down {text}.", "Make a note: {text}", "Remember {text} in my notes."],
+        [('{{"id": {n}}}', "I stored the note with number {n}.")],
+    ),
+    Kind(
+        ["get_time", "current_time"],
+        "Get the time at a place",
+        [_p("place", "place", "City or country")],
+        ["What time is it in {place}?", "Tell me the time in {place}.", "How late is it in {place}?"],
+        [('{{"time": "{h}:{m}"}}', "It is {h}:{m} in {place}.")],
+    ),
+    Kind(
+        ["run_shell", "run_command"],
+        "Run a shell command",
+        [_p("command", "command", "The command")],
+        ["Run {command}.", "Execute the command {command}", "Please run `{command}` in the shell."],
+        [("{t}", "The command printed: {t}"), ("", "The command printed nothing.")],
+    ),
+    Kind(
+        ["calculate", "add_numbers"],
+        "Add two numbers",
+        [_p("a", "number", "First number", "integer"), _p("b", "number", "Second number", "integer")],
+        ["Add {a} and {b} with the tool.", "Use the calculator: {a} + {b}", "What does the tool say for {a} plus {b}?"],
+        [("{sum}", "The sum of {a} and {b} is {sum}.")],
+    ),
+    Kind(
+        ["get_order", "order_status"],
+        "Look up an order",
+        [_p("order_id", "code", "Number of the order")],
+        ["Where is my order {order_id}?", "What is the status of order {order_id}?", "Check order {order_id}."],
+        [('{{"status": "{v}"}}', "The status of order {order_id} is {v}.")],
+    ),
+    Kind(
+        ["list_ports", "list_files", "list_users"],
+        "List what is known",
+        [],
+        ["List them.", "Show the list.", "What is on the list?", "Give me the whole list."],
+        [('["{v}", "{x}"]', "The list has {v} and {x}.")],
+    ),
+]
 _VERBS = ["get", "set", "find", "make", "update", "delete", "check", "start", "stop", "show", "count", "move", "copy"]
 
 
@@ -121,8 +198,13 @@ def _random_kind(w: Words) -> Kind:
         if name not in [p.name for p in params] and name not in ("n", "v", "x", "t", "h", "m"):
             params.append(_p(name, source, f"The {name}", "integer" if source == "number" else "string"))
     ask = " and ".join(f"{p.name} {{{p.name}}}" for p in params)
-    return Kind([f"{verb}_{noun}"], f"{verb.title()} the {noun}", params, [f"{verb.title()} the {noun} with {ask}.", f"Please {verb} {noun}: {ask}"],
-                [('{{"result": "{v}"}}', "The result is {v}."), ('{{"ok": true}}', "Done.")])  # fmt: skip
+    return Kind(
+        [f"{verb}_{noun}"],
+        f"{verb.title()} the {noun}",
+        params,
+        [f"{verb.title()} the {noun} with {ask}.", f"Please {verb} {noun}: {ask}"],
+        [('{{"result": "{v}"}}', "The result is {v}."), ('{{"ok": true}}', "Done.")],
+    )
 
 
 def schema(name: str, kind: Kind) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_text_never_becomes_a_special_token():
 
 def test_it_answers():
     from minis.generate import Speaker
-    from minis.model import Mode
+    from minis.layout import Mode
 
     torch.set_num_threads(1)
     s = Speaker(MINI, Mode(round_kv=True, select=True))

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from minis import drafter, model
+from minis import attention, drafter, layout, model
 from minis.checkpoint import load_dequantised
 from minis.config import load
 from minis.engram import Hasher, compressed_map
@@ -35,13 +35,13 @@ def golden():
 
 def _run(golden, ids):
     cfg, p, hasher, want, _ = golden
-    lay = model.make_layout(torch.tensor([ids]), cfg, hasher)
+    lay = layout.make_layout(torch.tensor([ids]), cfg, hasher)
     t = len(ids)
     # Row 22 of layer 6 has entries of equal score at the border; take the golden side of the tie.
     scores = {}
     packed = model.pack_all(p, cfg, torch.float32, torch.tensor(0.0))
     picked = want["prefill.topk.6"][22]
-    original = model.select_rows
+    original = attention.select_rows
 
     def tied(s, visible, k):
         result = original(s, visible, k)
@@ -52,14 +52,14 @@ def _run(golden, ids):
         return result
 
     taps = {}
-    mode = model.Mode(select=True, tap=taps.__setitem__)
+    mode = layout.Mode(select=True, tap=taps.__setitem__)
 
     class Patch:
         def __enter__(self):
-            model.select_rows = tied
+            attention.select_rows = tied
 
         def __exit__(self, *_):
-            model.select_rows = original
+            attention.select_rows = original
 
     with Patch(), torch.no_grad():
         out = model.trunk(p, cfg, lay, packed, mode)
@@ -113,11 +113,11 @@ def test_prefill_equals_decode(golden):
 
 def test_dense_experts_equal_sparse_ones(golden):
     cfg, p, hasher, _, inputs = golden
-    lay = model.make_layout(torch.tensor([inputs["prompt_ids"][:32]]), cfg, hasher)
+    lay = layout.make_layout(torch.tensor([inputs["prompt_ids"][:32]]), cfg, hasher)
     packed = model.pack_all(p, cfg, torch.float32, torch.tensor(0.0))
     with torch.no_grad():
-        a = model.trunk(p, cfg, lay, packed, model.Mode(sparse=True)).x
-        b = model.trunk(p, cfg, lay, packed, model.Mode(sparse=False)).x
+        a = model.trunk(p, cfg, lay, packed, layout.Mode(sparse=True)).x
+        b = model.trunk(p, cfg, lay, packed, layout.Mode(sparse=False)).x
     torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
@@ -126,8 +126,8 @@ def test_documents_of_one_row_do_not_see_each_other(golden):
     first, second = inputs["prompt_ids"][:20], [0, *inputs["prompt_ids"][30:51]]
     packed = model.pack_all(p, cfg, torch.float32, torch.tensor(0.0))
     with torch.no_grad():
-        lay = model.make_layout(torch.tensor([first + second]), cfg, hasher)
-        both = model.trunk(p, cfg, lay, packed, model.Mode()).x[0, 20:]
-        lay = model.make_layout(torch.tensor([second]), cfg, hasher)
-        alone = model.trunk(p, cfg, lay, packed, model.Mode()).x[0]
+        lay = layout.make_layout(torch.tensor([first + second]), cfg, hasher)
+        both = model.trunk(p, cfg, lay, packed, layout.Mode()).x[0, 20:]
+        lay = layout.make_layout(torch.tensor([second]), cfg, hasher)
+        alone = model.trunk(p, cfg, lay, packed, layout.Mode()).x[0]
     torch.testing.assert_close(both, alone, atol=1e-4, rtol=1e-4)
