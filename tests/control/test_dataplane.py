@@ -4,7 +4,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -90,8 +90,10 @@ def test_the_rendezvous_listens_on_one_address_only(tmp_path):
 
 def _listening_addresses(pids):
     """Local addresses of the TCP sockets on which these processes listen, as /proc says."""
-    links = (link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir())
-    inodes = {str(link.readlink()) for link in links}
+    inodes = set()
+    for link in [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]:
+        with suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(str(link.readlink()))
     found = []
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for fields in (line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
