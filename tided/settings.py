@@ -138,6 +138,7 @@ class Server(Section, frozen=True):
     api_keys_file: Annotated[str, _doc("policy", "File with one API key a line; empty: anyone may ask.", path=True)] = (
         ""
     )
+    thinking: Annotated[bool, _doc("policy", "Whether the model thinks first when a request does not say.")] = True
     max_body_bytes: Annotated[int, _doc("policy", "Largest request body.", ge=1024)] = 64 << 20
     drain_s: Annotated[float, _doc("policy", "Longest wait for running requests at a stop.", ge=0, le=600)] = 30.0
 

@@ -274,6 +274,14 @@ async def test_thinking(server, engine, fields, thinking, effort):
     assert reply["choices"][0]["message"]["content"] == "y"
 
 
+@pytest.mark.parametrize(("fields", "thinking"), [({}, False), ({"reasoning_effort": 20}, True)], ids=str)
+async def test_a_request_that_does_not_say_follows_the_server(serve, engine, fields, thinking):
+    server = await serve(thinking=False)
+    engine.script("x</think>y" if thinking else "y")
+    _, reply = await server.ask(said("hi", **fields))
+    assert reply["x_engine_stats"]["thinking"] is thinking
+
+
 @pytest.mark.parametrize("effort", ["", "huge", 0, 101, -1, 1.5, True, [], "1000", "٣"])
 async def test_wrong_effort(server, effort):
     assert (await server.refused(said("hi", reasoning_effort=effort)))["param"] == "reasoning_effort"

@@ -32,12 +32,12 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     show_stats: bool
 
 
-def parse_chat_request(body: Fields, vocabulary_tokens: int) -> ChatRequest:
+def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool) -> ChatRequest:
     body.string("model")
     refuse_unbuilt(body)
     options = body.fields("stream_options")
     return ChatRequest(
-        conversation=_conversation(body),
+        conversation=_conversation(body, thinking),
         sampling=_sampling(body, vocabulary_tokens),
         max_tokens=_max_tokens(body),
         stops=_stops(body),
@@ -53,12 +53,12 @@ def parse_chat_request(body: Fields, vocabulary_tokens: int) -> ChatRequest:
     )
 
 
-def _conversation(body: Fields) -> Conversation:
+def _conversation(body: Fields, thinking_default: bool) -> Conversation:
     messages = parse_messages(body)
     if has_image(messages):
         refuse("messages", "images are not supported by this server", code="image_input_not_supported")
     tools = parse_tools(body)
-    thinking, effort = resolve_thinking(body)
+    thinking, effort = resolve_thinking(body, thinking_default)
     return Conversation(
         messages=messages,
         tools=() if body.get("tool_choice") == "none" else tools,

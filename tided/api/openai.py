@@ -36,7 +36,7 @@ async def _prepare(request: web.Request, context: Context) -> Prepared:
 
     def work() -> Prepared:
         plain = decompressed(body, encoding, context.settings.server.max_body_bytes)
-        return prepare(plain, context.tokenizer, context.context_tokens)
+        return prepare(plain, context.tokenizer, context.context_tokens, context.settings.server.thinking)
 
     prepared = await asyncio.get_running_loop().run_in_executor(context.executor, work)
     if request.headers.get("x-engine-stats") == "0":

@@ -22,9 +22,10 @@ class Prepared(msgspec.Struct, frozen=True):
         return Prepared(msgspec.structs.replace(self.chat, show_stats=False), self.prompt, self.request)
 
 
-def prepare(body: bytes, tokenizer: Tokenizer, context_tokens: int) -> Prepared:
-    """Parses, checks, renders and tokenises. Runs in an executor: a long prompt takes seconds."""
-    chat = parse_chat_request(Fields(parse_object(body)), tokenizer.vocabulary_tokens)
+def prepare(body: bytes, tokenizer: Tokenizer, context_tokens: int, thinking: bool) -> Prepared:
+    """Parses, checks, renders and tokenises. `thinking` is the default of a request that does not say. Runs in an
+    executor: a long prompt takes seconds."""
+    chat = parse_chat_request(Fields(parse_object(body)), tokenizer.vocabulary_tokens, thinking)
     prompt = encode_prompt(chat.conversation)
     prompt_ids = tokenizer.encode(prompt.segments)
     request = Request(

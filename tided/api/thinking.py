@@ -8,8 +8,9 @@ from tided.chat.deepseek_v41 import DEFAULT_EFFORT, EFFORT_BY_NAME
 _NAMES = "none, minimal, low, medium, high, xhigh, max or a number from 1 to 100"
 
 
-def resolve_thinking(body: Fields) -> tuple[bool, int]:
-    """(thinking, effort 1..100). The first that speaks decides: the template's switches, the request's, the effort."""
+def resolve_thinking(body: Fields, default: bool) -> tuple[bool, int]:
+    """(thinking, effort 1..100). The first that speaks decides: the template's switches, the request's, the
+    effort, the server's default."""
     template, reasoning = body.fields("chat_template_kwargs"), body.fields("reasoning")
     efforts = [_effort(reasoning, "effort"), _effort(body, "reasoning_effort"), _effort(template, "reasoning_effort")]
     effort = next((value for value in efforts if value is not None), None)
@@ -21,7 +22,7 @@ def resolve_thinking(body: Fields) -> tuple[bool, int]:
         reasoning.boolean("enabled"),
         None if effort is None else effort > 0,
     ]
-    thinking = next((switch for switch in switches if switch is not None), True)
+    thinking = next((switch for switch in switches if switch is not None), default)
     return thinking, effort or DEFAULT_EFFORT
 
 
