@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tidectl.output import dim, is_terminal, say, visible
+from tidectl.output import is_terminal, say, styled, visible
 from tided.errors import TideError
 
 
@@ -63,7 +63,7 @@ class Screen:
         if kind == "text":
             print(visible(text) if is_terminal(sys.stdout) else text, end="", flush=True)
         else:
-            print(dim(visible(text)), end="", file=sys.stderr, flush=True)
+            print(styled(visible(text), "dim", sys.stderr), end="", file=sys.stderr, flush=True)
         self.open_line = "" if text.endswith("\n") else kind
 
 
@@ -86,8 +86,8 @@ def receive(parts: Iterable[Any], screen: Screen, where: str) -> Answer:
 
 def tell_cost(answer: Answer) -> None:
     if answer.finish_reason == "length":
-        say(dim("(cut: max_tokens or the context was reached)"))
-    say(dim(statistics_line(answer)))
+        say("(cut: max_tokens or the context was reached)", "dim")
+    say(statistics_line(answer), "dim")
 
 
 def statistics_line(answer: Answer) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tidectl import http
 from tidectl.answers import Answer, Screen, receive, tell_cost
 from tidectl.http import RequestFailed
-from tidectl.output import dim, emit, report, say
+from tidectl.output import emit, report, say
 from tidectl.running import running_url
 from tided.errors import UnavailableError, UsageError
 
@@ -54,7 +54,7 @@ def ask(server: Server, prompt: str, options: Options, as_json: bool) -> None:
 
 def converse(server: Server, options: Options) -> None:
     """Questions from the terminal until its end of input. Ctrl-C stops an answer, at the prompt it leaves."""
-    say(dim(f"{server.url}: end with Ctrl-D; Ctrl-C stops an answer"))
+    say(f"{server.url}: end with Ctrl-D; Ctrl-C stops an answer", "dim")
     messages = _opening(options)
     while (prompt := _question()) is not None:
         if not prompt.strip():
@@ -62,7 +62,7 @@ def converse(server: Server, options: Options) -> None:
         try:
             answer = _fetch(server, [*messages, _user(prompt)], options, quiet=False)
         except KeyboardInterrupt:
-            say(dim("(stopped; this question and its answer are left out of the conversation)"))
+            say("(stopped; this question and its answer are left out of the conversation)", "dim")
             continue
         except (RequestFailed, UnavailableError) as error:
             report(error)

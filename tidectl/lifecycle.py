@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tidectl import logs, supervisor
-from tidectl.output import Progress, emit, say
+from tidectl.output import emit, say
 from tidectl.preflight import check_ports, check_profile
 from tidectl.running import look
 from tidectl.state import state_dir
+from tidectl.waiting import Item, line, waiting
 from tided.control.state import RankState
 from tided.errors import NotRunningError, TideError
 from tided.settings import Settings
@@ -65,20 +66,17 @@ def _claim(directory: Path) -> None:
 
 
 def _start(profile: Path, directory: Path, timeout_s: float, as_json: bool) -> None:
-    progress = Progress()
     before = logs.sizes(directory)
     handle = supervisor.start(profile, directory)
     try:
-        ranks = handle.wait_ready(timeout_s, lambda ranks: progress(loading_line(ranks)))
+        with waiting() as show:
+            ranks = handle.wait_ready(timeout_s, lambda ranks: show(loading(ranks)))
     except KeyboardInterrupt:
-        progress.close()
         _abort(handle)
         raise
     except TideError:
-        progress.close()
         _show_why(directory, before)
         raise
-    progress.close()
     _report(profile, directory, ranks, as_json)
 
 
@@ -99,7 +97,7 @@ def _show_why(directory: Path, before: dict[int, int]) -> None:
     """How far the ranks are that go on loading, or the log of the one that ended: its last word is often shorter."""
     now = supervisor.status(directory)
     if now.running:
-        say(loading_line(now.ranks))
+        say(line(loading(now.ranks)))
     if now.running or now.last is None or now.last.first is None:
         return
     lines = logs.tail_of(directory, now.last.first, LOG_LINES, before.get(now.last.first, 0))
@@ -142,13 +140,16 @@ def _stop_timeout(now: supervisor.Status) -> float:
     return settings.server.drain_s + STOP_MARGIN_S
 
 
-def loading_line(ranks: list[RankState]) -> str:
-    if not ranks:
-        return "starting the ranks"
-    return ", ".join(_loading(rank) for rank in ranks)
-
-
-def _loading(rank: RankState) -> str:
-    """A failed rank's message is the error in full, which is told when all have ended."""
-    detail = "" if rank.phase == "failed" else rank.message.partition("\n")[0]
-    return f"rank {rank.rank} {rank.phase}" + (f" ({detail})" if detail else "")
+def loading(ranks: list[RankState]) -> list[Item]:
+    """For a view of the start. A failed rank's message is the error in full, which is told when all have ended."""
+    return [
+        Item(
+            name=f"rank {rank.rank}",
+            state=rank.phase,
+            detail="" if rank.phase == "failed" else rank.message.partition("\n")[0],
+            done=rank.done,
+            total=rank.total,
+            ready=rank.phase == "ready",
+        )
+        for rank in ranks
+    ] or [Item("starting the ranks")]

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from tidectl.output import Progress, emit, say
+from tidectl.output import emit, say
+from tidectl.waiting import Item, Show, waiting
 from tided.errors import DataError, PermissionError_, UnavailableError, UsageError
 from tided.settings import Settings
 
@@ -51,23 +52,26 @@ def _target(profile: Path | None, checkpoint: Path | None) -> Settings | Path:
 
 
 def _compute(target: Settings | Path, ids: list[int], out: Path, options: Options) -> tuple[int, int]:
-    """The shape of what was written. torch is imported here and nowhere else in tidectl."""
-    progress = Progress()
-    progress("loading the engine")
+    """The shape of what was written."""
     try:
-        from tided.engine import offline
-
-        def stage(what: str, done: int, total: int) -> None:
-            progress(f"{what} {done}/{total}" if total else what)
-
-        values = offline.logits(target, ids, **options._asdict(), progress=stage)
-        offline.write_logits(out, values)
+        with waiting() as show:
+            show([Item("loading the engine")])
+            return _engine_logits(target, ids, out, options, show)
     except PermissionError as error:
         raise PermissionError_("this user may not write the file", where=str(out)) from error
     except OSError as error:
         raise UnavailableError(f"the logits cannot be written ({error.strerror})", where=str(out)) from error
-    finally:
-        progress.close()
+
+
+def _engine_logits(target: Settings | Path, ids: list[int], out: Path, options: Options, show: Show) -> tuple[int, int]:
+    """torch is imported here and nowhere else in tidectl."""
+    from tided.engine import offline
+
+    def stage(what: str, done: int, total: int) -> None:
+        show([Item(what, f"{done} of {total}" if total > 1 else "", done=done, total=total)])
+
+    values = offline.logits(target, ids, **options._asdict(), progress=stage)
+    offline.write_logits(out, values)
     return values.shape[0], values.shape[1]
 
 

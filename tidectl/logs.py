@@ -138,7 +138,7 @@ def _writer(prefixed: bool) -> Callable[[Line], None]:
     terminal = is_terminal(sys.stdout)
 
     def write(line: Line) -> None:
-        prefix = styled(f"rank {line[0]} | ", "2", sys.stdout) if prefixed else ""
+        prefix = styled(f"rank {line[0]} | ", "dim", sys.stdout) if prefixed else ""
         print(f"{prefix}{visible(line[1]) if terminal else line[1]}")
 
     return write

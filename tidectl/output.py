@@ -1,20 +1,23 @@
-"""What a person and what a program sees: data on stdout, words on stderr, colour and progress on a terminal only."""
+"""What a person and what a program sees: data on stdout, words on stderr, colour on a terminal only. rich draws; it is
+imported where something is drawn, because most commands and every help text do without."""
 
 import json
 import os
-import shutil
 import sys
-import time
 import unicodedata
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tided.errors import TideError
 
-LINE_EVERY_S = 10.0
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+UNCUT_COLUMNS = 10_000  # off a terminal nothing is wrapped
 
 
-def say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def say(words: str, style: str = "") -> None:
+    print(styled(visible(words), style, sys.stderr), file=sys.stderr, flush=True)
 
 
 def emit(schema: str, data: dict[str, Any]) -> None:
@@ -22,19 +25,52 @@ def emit(schema: str, data: dict[str, Any]) -> None:
     print(json.dumps({"schema": f"tidectl.{schema}", **data}, ensure_ascii=False), flush=True)
 
 
+def report(error: TideError) -> None:
+    """An error of ours: what, where, and the next step. Compiler form names its severity by itself."""
+    label = "" if ": error: " in error.what.partition("\n")[0] else f"{styled('error', 'bold red', sys.stderr)}: "
+    print(f"{label}{visible(str(error))}", file=sys.stderr, flush=True)
+
+
 def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def styled(text: str, code: str, stream: TextIO) -> str:
-    """`text` in the terminal style `code`, where the stream is a terminal and NO_COLOR is not set."""
-    if not is_terminal(stream) or os.environ.get("NO_COLOR"):
+def has_style(stream: TextIO) -> bool:
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """`text` in one of rich's styles ("bold red"), where the stream shows styles. Tabs and line ends stay as they are,
+    which a console would lay out."""
+    if not style or not has_style(stream):
         return text
-    return f"\x1b[{code}m{text}\x1b[0m"
+    from rich.color import ColorSystem
+    from rich.style import Style
+
+    return Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
 
 
-def dim(text: str) -> str:
-    return styled(text, "2", sys.stderr)
+def console(stream: TextIO) -> "Console":
+    """For tables and what moves. It takes a string for nothing but itself: no markup, emoji or highlighting."""
+    from rich.console import Console
+
+    terminal = is_terminal(stream)
+    return Console(
+        file=stream,
+        force_terminal=terminal,  # by our rule alone, whatever FORCE_COLOR says
+        color_system="auto" if has_style(stream) else None,
+        width=None if terminal else UNCUT_COLUMNS,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+
+
+def plain(text: str, style: str = "") -> "Text":
+    """A cell of a table. rich keeps escape characters; `visible` does not."""
+    from rich.text import Text
+
+    return Text(visible(text), style)
 
 
 def visible(text: str) -> str:
@@ -47,34 +83,3 @@ def _steers(char: str) -> bool:
     return (
         unicodedata.category(char) in ("Cc", "Cs") or char in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     )
-
-
-class Progress:
-    """One line that says what is waited for: rewritten on a terminal, elsewhere the first and then one each 10 s."""
-
-    def __init__(self) -> None:
-        self.terminal = is_terminal(sys.stderr)
-        self.started = time.monotonic()
-        self.printed: float | None = None
-
-    def __call__(self, text: str) -> None:
-        now = time.monotonic()
-        line = f"{text} ({now - self.started:.0f} s)"
-        if self.terminal:
-            columns = shutil.get_terminal_size().columns  # a line that wraps cannot be rewritten
-            print(f"\r\x1b[K{line[: columns - 1]}", end="", file=sys.stderr, flush=True)
-        elif self.printed is not None and now - self.printed < LINE_EVERY_S:
-            return
-        else:
-            say(line)
-        self.printed = now
-
-    def close(self) -> None:
-        if self.terminal and self.printed is not None:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def report(error: TideError) -> None:
-    """An error of ours: what, where, and the next step. Compiler form names its severity by itself."""
-    label = "" if ": error: " in error.what.partition("\n")[0] else f"{styled('error', '1;31', sys.stderr)}: "
-    say(f"{label}{visible(str(error))}")

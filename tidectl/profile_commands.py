@@ -41,7 +41,7 @@ def list_bundled(as_json: bool) -> None:
         emit("profile-list/1", {"profiles": rows})
         return
     for row in rows:
-        print(f"{styled(row['name'], '1', sys.stdout)}\n    {row['title']}\n    {row['path']}")
+        print(f"{styled(row['name'], 'bold', sys.stdout)}\n    {row['title']}\n    {row['path']}")
 
 
 def show(path: Path, as_json: bool) -> None:
@@ -51,7 +51,7 @@ def show(path: Path, as_json: bool) -> None:
         emit("profile-show/1", {"file": str(path), "settings": msgspec.to_builtins(settings), "keys": rows})
         return
     for section, keys in SECTIONS.items():
-        print(styled(f"[{section}]", "1", sys.stdout))
+        print(styled(f"[{section}]", "bold", sys.stdout))
         for key in keys.values():
             _print_key(settings, key)
         print()
@@ -74,7 +74,7 @@ def _print_key(settings: Settings, key: Key) -> None:
     origin = "" if key.required or value != key.default else " (default)"
     print(f"{key.name} = {_toml(value)}{origin}")
     print(f"    {key.text}")
-    print(styled(f"    affects {AFFECTS[key.affects]}", "2", sys.stdout))
+    print(styled(f"    affects {AFFECTS[key.affects]}", "dim", sys.stdout))
     if not key.built:
         print("    this build does not act on it")
 

@@ -2,15 +2,20 @@
 
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tidectl.output import emit, say, styled
+from tidectl.output import console, emit, plain, say
 from tidectl.running import Rank, Snapshot, look
 
-COLOURS = {"serving": "32", "starting": "33", "draining": "33", "degraded": "31", "stopped": "2"}
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+STYLES = {"serving": "green", "starting": "yellow", "draining": "yellow", "degraded": "bold red", "stopped": "dim"}
 EXIT_CODES = {"serving": 0, "starting": 4, "draining": 4, "degraded": 4, "stopped": 3}
+LABEL_COLUMNS = 9  # the longest label, known or not: the screen keeps its form
+RANK_COLUMNS = ("rank", "phase", "for", "process", "message")
 
 
 def show(as_json: bool) -> int:
@@ -22,19 +27,49 @@ def show(as_json: bool) -> int:
     elif now.state == "stopped":
         say("\n".join(["nothing is running", *last_lines(now)]))
     else:
-        print("\n".join(screen(now, time.time())))
+        screen, time_s = console(sys.stdout), time.time()
+        screen.print(facts(now, time_s))
+        if now.ranks:
+            screen.print()
+            screen.print(ranks_table(now.ranks, time_s))
     return EXIT_CODES[now.state]
 
 
-def screen(now: Snapshot, time_s: float) -> list[str]:
+def facts(now: Snapshot, time_s: float) -> "RenderableType":
     """A label and a fact a line; facts that nobody knows are left out."""
-    state = styled(now.state, COLOURS[now.state], sys.stdout)
+    from rich.table import Table
+
     age = f" for {duration(time_s - now.started)}" if now.started else ""
-    rows = [("state", f"{state}{age}"), ("profile", now.profile), ("url", now.url)]
-    rows += health_rows(now.health or {})
-    rows += [(f"rank {rank.rank}", rank_line(rank, time_s)) for rank in now.ranks]
-    rows += [("trouble", text) for text in now.trouble]
-    return [f"{label:<10} {text}" for label, text in rows if text]
+    rows = [("state", now.state + age, STYLES[now.state])]
+    rows += [("trouble", text, "red") for text in now.trouble]
+    rows += [(label, text, "") for label, text in _known(now)]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", min_width=LABEL_COLUMNS)
+    grid.add_column(overflow="fold")
+    for label, text, style in rows:
+        grid.add_row(label, plain(text, style))
+    return grid
+
+
+def ranks_table(ranks: list[Rank], time_s: float) -> "RenderableType":
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in RANK_COLUMNS:
+        table.add_column(name, overflow="fold")
+    for rank in ranks:
+        table.add_row(*(plain(text) for text in rank_cells(rank, time_s)))
+    return table
+
+
+def rank_cells(rank: Rank, time_s: float) -> tuple[str, ...]:
+    since = duration(time_s - rank.since) if rank.since else ""
+    return str(rank.rank), rank.phase, since, str(rank.pid), rank.message.partition("\n")[0]
+
+
+def _known(now: Snapshot) -> list[tuple[str, str]]:
+    rows = [("profile", now.profile), ("url", now.url), *health_rows(now.health or {})]
+    return [(label, text) for label, text in rows if text]
 
 
 def health_rows(health: dict[str, Any]) -> list[tuple[str, str]]:
@@ -59,12 +94,6 @@ def residents_line(health: dict[str, Any]) -> str:
 def lanes_line(lanes: dict[str, Any], queue: object) -> str:
     waiting = f", {queue} waiting" if isinstance(queue, int) else ""
     return f"{lanes.get('busy', '?')} of {lanes.get('total', '?')} busy{waiting}"
-
-
-def rank_line(rank: Rank, time_s: float) -> str:
-    since = f" for {duration(time_s - rank.since)}" if rank.since else ""
-    message = f": {rank.message.splitlines()[0]}" if rank.message else ""
-    return f"{rank.phase}{since}, process {rank.pid}{message}"
 
 
 def last_lines(now: Snapshot) -> list[str]:

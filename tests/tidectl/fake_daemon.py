@@ -43,7 +43,7 @@ def main() -> int:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: None if fault == "deaf" else ended.set())
     state = StateFile(Path(given.state_dir), rank)
-    state.enter("loading", "experts 3/8")
+    state.enter("loading", "experts: 3 of 8", done=3, total=8)
     print(f"rank {rank} loads", flush=True)
     if fault == "die":
         print("what went wrong, in full", flush=True)

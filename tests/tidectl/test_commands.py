@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.tidectl.canned import Tidectl
-from tidectl import logits, output, profiles, state
+from tidectl import logits, profiles, state, waiting
 from tided.errors import NotRunningError, PermissionError_, UnavailableError
 
 ROOT = Path(__file__).parents[2]
@@ -182,13 +181,13 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Offline:
 def test_logits_of_a_checkpoint(
     tidectl: Tidectl, tmp_path: Path, offline: Offline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "LINE_EVERY_S", 0)
+    monkeypatch.setattr(waiting, "LINE_EVERY_S", 0)
     tokens, out = tmp_path / "ids.json", tmp_path / "x.safetensors"
     tokens.write_text("[3, 1, 2]")
     options = ["--chunk", "2", "--ranks", "2", "--resident", "9", "--decode", "1"]
     ran = tidectl("logits", "--checkpoint", "c", "--tokens", str(tokens), "--out", str(out), *options)
     assert (ran.exit_code, ran.stdout) == (0, "")
-    assert "experts 1/2" in ran.stderr
+    assert "experts 1 of 2" in ran.stderr
     assert f"{out}: logits [3 tokens, 32] in fp32" in ran.stderr
     assert offline.asked == (Path("c"), [3, 1, 2], {"chunk": 2, "ranks": 2, "resident": 9, "decode": 1})
     assert out.read_text() == "(3, 32)"
@@ -310,61 +309,7 @@ def test_a_file_is_no_state_directory(tmp_path: Path, monkeypatch: pytest.Monkey
         state.state_dir()
 
 
-# output
-
-
-def on_a_terminal(code: str, **variables: str) -> str:
-    """What a program writes whose three streams are a terminal."""
-    parent, child = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", **variables}
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=child, stdout=child, stderr=child, env=environment)
-    os.close(child)
-    shown = b""
-    try:
-        while data := os.read(parent, 1024):
-            shown += data
-    except OSError:  # how a terminal says that its last user is gone
-        pass
-    finally:
-        os.close(parent)
-    assert process.wait(20) == 0
-    return shown.decode()
-
-
-REPORT = "from tidectl.output import report; from tided.errors import UsageError; report(UsageError('no'))"
-
-
-def test_colour_is_for_terminals_that_want_it(capsys: pytest.CaptureFixture[str]) -> None:
-    from tided.errors import UsageError
-
-    output.report(UsageError("no", where="here", hint="do this"))
-    assert capsys.readouterr().err == "error: here: no\n  do this\n"
-    assert on_a_terminal(REPORT, NO_COLOR="") == "\x1b[1;31merror\x1b[0m: no\r\n"
-    assert on_a_terminal(REPORT, NO_COLOR="1") == "error: no\r\n"
-    assert on_a_terminal(REPORT, NO_COLOR="", TERM="dumb") == "error: no\r\n"
-
-
-def test_progress_rewrites_its_line_on_a_terminal() -> None:
-    code = "from tidectl.output import Progress; p = Progress(); p('a'); p('b'); p.close()"
-    assert on_a_terminal(code) == "\r\x1b[Ka (0 s)\r\x1b[Kb (0 s)\r\x1b[K"
-
-
-def test_progress_on_a_narrow_terminal_keeps_to_one_line() -> None:
-    code = "from tidectl.output import Progress; Progress()('x' * 200)"
-    assert on_a_terminal(code, COLUMNS="40") == "\r\x1b[K" + "x" * 39
-
-
-def test_progress_elsewhere_is_a_line_each_10_s(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    progress = output.Progress()
-    for at, text in ((0, "a"), (1, "a"), (2, "b"), (9, "b"), (12, "b"), (13, "b")):
-        now[0] = 100.0 + at
-        progress(text)
-    progress.close()
-    assert capsys.readouterr().err == "a (0 s)\nb (12 s)\n"
+# ends
 
 
 def test_an_interrupted_command_exits_with_130(tidectl: Tidectl, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.tidectl.canned import Tidectl
 from tidectl import lifecycle, preflight, supervisor
+from tidectl.waiting import Item
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_daemon.py")))
 
@@ -76,14 +77,15 @@ def test_start_status_logs_stop(tidectl: Tidectl, profile: Path, state: Path) ->
 
     status = tidectl("status")
     assert status.exit_code == 0
-    rows = dict(line.split(maxsplit=1) for line in status.stdout.replace("rank ", "rank-").splitlines())
+    rows = {line.split()[0]: line.split(maxsplit=1)[1].rstrip() for line in status.stdout.splitlines() if line}
     assert rows["state"].startswith("serving")
     assert rows["profile"] == str(profile)
     assert rows["url"] == url
     assert (rows["model"], rows["lanes"]) == ("mini", "1 of 2 busy, 4 waiting")
     assert rows["residents"] == "312 of 480 experts (65.0 %), plan 3"
-    assert rows["rank-0"].startswith("ready")
-    assert rows["rank-1"].startswith("ready")
+    assert rows["rank"].split() == ["phase", "for", "process", "message"]
+    assert rows["0"].startswith("ready")
+    assert rows["1"].startswith("ready")
 
     as_json = json.loads(tidectl("status", "--json").stdout)
     assert (as_json["schema"], as_json["state"], as_json["trouble"]) == ("tidectl.status/1", "serving", [])
@@ -182,10 +184,10 @@ def test_a_start_that_takes_too_long_goes_on(tidectl: Tidectl, profile: Path, mo
     monkeypatch.setenv("FAKE_DAEMON", "1:hang")
     ran = tidectl("start", str(profile), "--timeout", "1")
     assert ran.exit_code == 69
-    assert "rank 0 ready, rank 1 loading (experts 3/8)\n" in ran.stderr
+    assert "rank 0 ready, rank 1 loading (experts: 3 of 8)\n" in ran.stderr
     status = tidectl("status")
     assert status.exit_code == 4
-    assert status.stdout.startswith("state      starting")
+    assert status.stdout.startswith("state      starting for ")
     assert tidectl("stop").exit_code == 0
 
 
@@ -195,13 +197,13 @@ def test_an_interrupted_start_leaves_nothing(
     monkeypatch.setenv("FAKE_DAEMON", "1:hang")
     seen: list[int] = []
 
-    def interrupt(ranks: list[supervisor.RankState]) -> str:
+    def interrupt(ranks: list[supervisor.RankState]) -> list[Item]:
         if len(ranks) == 2:
             seen.extend(rank.pid for rank in ranks)
             raise KeyboardInterrupt
-        return ""
+        return []
 
-    monkeypatch.setattr(lifecycle, "loading_line", interrupt)
+    monkeypatch.setattr(lifecycle, "loading", interrupt)
     ran = tidectl("start", str(profile))
     assert ran.exit_code == 130
     assert "nothing is running" in ran.stderr
