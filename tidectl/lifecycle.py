@@ -146,6 +146,7 @@ def loading(ranks: list[RankState]) -> list[Item]:
         Item(
             name=f"rank {rank.rank}",
             state=rank.phase,
+            since=rank.since,
             detail="" if rank.phase == "failed" else rank.message.partition("\n")[0],
             done=rank.done,
             total=rank.total,

@@ -6,19 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from tidectl.output import console, is_terminal, say, visible
+from tidectl.output import console, is_terminal, plain, say
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.console import RenderableType
 
 LINE_EVERY_S = 10.0
 
 
 class Item(NamedTuple):
-    """`total` 0 or 1: its progress has no number that says anything. `ready`: nothing of it is waited for any more."""
+    """`since`: Unix time at which the state began, 0 for that of the wait. `total` 0 or 1: there is no number that says
+    how far it is. `ready`: nothing of it is waited for any more."""
 
     name: str
     state: str = ""
+    since: float = 0.0
     detail: str = ""
     done: int = 0
     total: int = 0
@@ -34,7 +36,7 @@ def waiting() -> Iterator[Show]:
     if not is_terminal(sys.stderr):
         yield _Lines()
         return
-    with _bars() as show:
+    with _live() as show:
         yield show
 
 
@@ -60,32 +62,33 @@ class _Lines:
 
 
 @contextmanager
-def _bars() -> Iterator[Show]:
-    """One row an item. A thread of rich's draws them, so that the seconds go on while the caller is busy."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+def _live() -> Iterator[Show]:
+    """A thread of rich's draws the newest items, so that the seconds go on while the caller is busy."""
+    from rich.live import Live
 
-    def text(what: str) -> TextColumn:
-        return TextColumn(f"{{task.{what}}}", markup=False)
+    began, shown = time.time(), list[Item]()
 
-    bar = BarColumn(24, complete_style="cyan", finished_style="green", pulse_style="cyan")
-    columns = (text("description"), text("fields[state]"), TimeElapsedColumn(), bar, text("fields[detail]"))
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console(sys.stderr), transient=True, redirect_stdout=False) as progress:
+    def show(items: Sequence[Item]) -> None:
+        shown[:] = items
 
-        def show(items: Sequence[Item]) -> None:
-            for gone in tasks.keys() - {item.name for item in items}:
-                progress.remove_task(tasks.pop(gone))
-            for item in items:
-                if item.name not in tasks:
-                    tasks[item.name] = progress.add_task(visible(item.name), total=None, state="", detail="")
-                _update(progress, tasks[item.name], item)
-
+    screen = console(sys.stderr)
+    with Live(get_renderable=lambda: _table(shown, began), console=screen, transient=True, redirect_stdout=False):
         yield show
 
 
-def _update(progress: "Progress", task: "TaskID", item: Item) -> None:
-    """A bar that runs to and fro says that there is no number."""
-    done, total = (1, 1) if item.ready else (item.done, item.total) if item.total > 1 else (0, None)
-    progress.update(task, completed=done, total=total, state=visible(item.state), detail=visible(item.detail))
-    if item.ready:
-        progress.stop_task(task)
+def _table(items: Sequence[Item], began: float) -> "RenderableType":
+    """A row an item. A bar that runs to and fro says that there is no number."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    table, now = Table.grid(padding=(0, 2, 0, 0)), time.time()
+    for justify in ("left", "left", "right"):
+        table.add_column(justify=justify, no_wrap=True)
+    table.add_column()
+    table.add_column(no_wrap=True)
+    for item in items:
+        seconds = "" if item.ready else f"{max(0.0, now - (item.since or began)):.0f} s"
+        done, total = (1, 1) if item.ready else (item.done, item.total if item.total > 1 else None)
+        bar = ProgressBar(total, done, 24, complete_style="cyan", finished_style="green", pulse_style="cyan")
+        table.add_row(plain(item.name), plain(item.state), plain(seconds), bar, plain(item.detail))
+    return table
