@@ -44,7 +44,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def ask(text: str, **fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 48} | fields
+    plain = {"temperature": 0, "max_tokens": 48, "enable_thinking": False}
+    return {"messages": [{"role": "user", "content": text}]} | plain | fields
 
 
 async def post(url: str, body: Any) -> tuple[int, dict[str, Any]]:

@@ -116,12 +116,19 @@ async def test_more_requests_than_lanes_wait_in_order_and_all_are_answered(pair)
     assert [status for status, _ in replies] == [200] * 6
 
 
-async def test_the_demand_of_answers_is_kept_and_moves_the_set(pair):
+async def test_traffic_of_one_kind_moves_the_resident_set_towards_it(pair):
+    """What the first answers had to substitute, the later ones find resident."""
+
+    async def substituted(n):
+        _, reply = await post(pair.url, ask(f"Tell me a long story about {n} ships and the sea.", max_tokens=32))
+        return reply["x_engine_stats"]["substituted_weight_share"]
+
     before = (await get(pair.url, "/health"))[1]
-    for _ in range(3):
-        await post(pair.url, ask("def parse(line):\n    return line.split()\n" * 12, max_tokens=4))
+    shares = [await substituted(n) for n in range(8)]
     after = (await get(pair.url, "/health"))[1]
-    assert after["residency"]["residents"] == before["residency"]["residents"] == 312
+    assert after["generation"] > before["generation"]
+    assert after["residents"] == before["residents"] == 312
+    assert sum(shares[-3:]) < sum(shares[:3])
 
 
 def test_a_full_queue_gets_429(tmp_path):
