@@ -167,6 +167,27 @@ def acceptance(b: Bench, p: Params, packed: model.Packed, mode: Mode, per_row: i
     return result
 
 
+@torch.no_grad()
+def exact_turns(b: Bench, p: Params, packed: model.Packed, mode: Mode) -> dict[str, dict[str, float]]:
+    """Share of answers whose every token is the greedy choice, given the true text before it."""
+    result = {}
+    for d in DOMAINS[2:]:
+        right = total = 0
+        for half in (0, 1):
+            tokens, weights = b.part(d, half)
+            out, _ = b.run(p, packed, d, half, mode)
+            full = torch.nn.functional.pad(weights[:, 1:], (0, 1)) == FULL_WEIGHT
+            target = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+            wrong = full & (model.logits(p, out.x, b.cfg).argmax(-1) != target)
+            opens = full & ~torch.nn.functional.pad(full[:, :-1], (1, 0))
+            turn = opens.flatten().cumsum(0) * full.flatten()
+            count = int(opens.sum())
+            bad = torch.zeros(count + 1, device=b.device).index_add(0, turn, wrong.flatten().float())[1:]
+            right, total = right + int((bad == 0).sum()), total + count
+        result[d] = {"turns": total, "exact": round(right / max(total, 1), 3)}
+    return result
+
+
 def demand_seed(stats: dict[str, dict[int, dict[str, Tensor]]], cfg: Config) -> dict[str, Any]:
     """Aggregate routing demand of the held-out rows, per domain and over all of them."""
     domains: dict[str, Any] = {}
@@ -229,6 +250,9 @@ def main() -> None:
         )
     load_all = torch.stack([stats[d][0]["weight"] for d in DOMAINS]).mean(0)
     result["busiest expert"] = round(float(load_all.max() * cfg.experts), 2)
+    hard = replace(mode, select=True)
+    result["exact turns"] = exact_turns(b, stored, packed, hard)
+    print(json.dumps(result["exact turns"]), flush=True)
     result["acceptance"] = acceptance(b, stored, packed, mode)
     print(json.dumps(result["acceptance"]), f"{time.monotonic() - began:.0f} s", flush=True)
     (a.out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n", "utf-8")
