@@ -12,8 +12,14 @@ from tidectl.profiles import names as profile_names
 
 HELP = """Serve a mixture-of-experts model that is larger than memory.
 
-Data goes to stdout, words go to stderr. A PROFILE is a TOML file or the name of a bundled profile
-(tidectl profile list).
+\b
+  tidectl profile list          the profiles that come with TideLM
+  tidectl start mini-deepseek   start one, and wait until it serves
+  tidectl status                what runs, and how it is doing
+  tidectl chat "How many legs does a spider have?"
+  tidectl stop
+
+A PROFILE is a TOML file, or the name of a bundled one. Data goes to stdout, words go to stderr.
 """
 
 EPILOG = """\b
@@ -66,14 +72,23 @@ app = typer.Typer(
 profile = typer.Typer(help="Check, list and explain profiles.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(profile, name="profile")
 
-Profile = Annotated[str, typer.Argument(metavar="PROFILE", autocompletion=profile_names, help="File or bundled name.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-Timeout = Annotated[float, typer.Option(min=1, help="Longest wait in seconds.")]
+PROFILE_HELP = "A TOML file, or a name of `tidectl profile list`."
+Profile = Annotated[str, typer.Argument(metavar="PROFILE", autocompletion=profile_names, help=PROFILE_HELP)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long to wait until the ranks serve.")]
 
 
 @app.command()
 def start(profile: Profile, timeout: Timeout = 600, json: Json = False) -> None:
-    """Start the ranks of a profile and wait until they serve."""
+    """Start the ranks of a profile and wait until they serve.
+
+    What can be refused is refused first: an error in the profile, a missing checkpoint, a port in use. A start that
+    takes longer than the timeout goes on; Ctrl-C ends it.
+
+    \b
+      tidectl start mini-deepseek
+      tidectl start my-profile.toml --timeout 1800
+    """
     from tidectl import lifecycle, profiles
 
     lifecycle.start(profiles.find(profile), timeout, json)
@@ -82,11 +97,17 @@ def start(profile: Profile, timeout: Timeout = 600, json: Json = False) -> None:
 @app.command()
 def stop(
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds until the ranks are killed; else server.drain_s and 20.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=0, help="When to kill what still runs.  [default: the profile's server.drain_s + 20]"
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Stop what runs; running requests may finish first."""
+    """Stop what runs, once the running requests have finished.
+
+    New requests are refused at once. What has not ended after the timeout is killed.
+    """
     from tidectl import lifecycle
 
     lifecycle.stop(timeout, json)
@@ -97,13 +118,16 @@ def restart(
     profile: Annotated[
         str | None,
         typer.Argument(
-            metavar="PROFILE", autocompletion=profile_names, help="Another profile; else the one that runs."
+            metavar="PROFILE", autocompletion=profile_names, help="Another profile.  [default: the one that runs]"
         ),
     ] = None,
     timeout: Timeout = 600,
     json: Json = False,
 ) -> None:
-    """Stop what runs and start it, or another profile, again."""
+    """Stop what runs and start it again, or another profile.
+
+    The profile is checked first: a mistake in it leaves running what runs.
+    """
     from tidectl import lifecycle, profiles
 
     lifecycle.restart(profiles.find(profile) if profile else None, timeout, json)
@@ -111,7 +135,10 @@ def restart(
 
 @app.command()
 def status(json: Json = False) -> None:
-    """What runs: ranks, model, residents, lanes. Exits with 3 when nothing runs, with 4 when it is not well."""
+    """Show what runs: model, residents, lanes, speed, ranks.
+
+    Exits with 0 when it serves, with 3 when nothing runs, with 4 when it is starting, stopping or in trouble.
+    """
     from tidectl import status
 
     raise typer.Exit(status.show(json))
@@ -119,12 +146,19 @@ def status(json: Json = False) -> None:
 
 @app.command()
 def logs(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until the ranks end.")] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank's log.")] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each log to begin with.")] = 50,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object; with --follow one a line.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines, until the ranks end.")] = False,
+    rank: Annotated[int | None, typer.Option(metavar="RANK", min=0, help="Only the log of this rank.")] = None,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", metavar="N", min=0, help="Begin with the last N lines of each log.")
+    ] = 50,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --follow one a line.")] = False,
 ) -> None:
-    """Show the logs of the ranks."""
+    """Show the logs of the ranks, of the last run too.
+
+    \b
+      tidectl logs -f
+      tidectl logs --rank 1 -n 500
+    """
     from tidectl import logs, state, supervisor
 
     directory = state.state_dir()
@@ -135,21 +169,37 @@ def logs(
 def chat(
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", help="The question; without one: a conversation, or standard input."),
+        typer.Argument(
+            metavar="PROMPT", help="The question. Without one: standard input, or a conversation on a terminal."
+        ),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="The server; else what runs here, else http://127.0.0.1:8000.")
+        str | None,
+        typer.Option(metavar="URL", help="The server.  [default: what runs here, else http://127.0.0.1:8000]"),
     ] = None,
-    system: Annotated[str, typer.Option(help="System prompt.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: always the likeliest token.")] = None,
+    system: Annotated[str, typer.Option(metavar="TEXT", help="A system prompt.")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Longest answer, thinking included.  [default: the server's]")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(metavar="T", min=0, max=2, help="0: always the likeliest token.  [default: the server's]"),
+    ] = None,
     thinking: Annotated[
-        bool | None, typer.Option(help="Whether the model thinks first; else the server decides.")
+        bool | None, typer.Option(help="Whether the model thinks first.  [default: the server's]")
     ] = None,
     stream: Annotated[bool, typer.Option(help="Show the answer while it is made.")] = True,
     json: Json = False,
 ) -> None:
-    """Ask the model. The answer goes to stdout; thinking and statistics go to stderr."""
+    """Ask the model a question, or talk with it.
+
+    The answer goes to stdout; thinking and statistics go to stderr.
+
+    \b
+      tidectl chat "How many legs does a spider have?"
+      tidectl chat --no-thinking --max-tokens 200 < question.txt > answer.txt
+      tidectl chat
+    """
     from tidectl import chat
 
     chat.run(prompt, url, chat.Options(system, max_tokens, temperature, thinking, stream), json)
@@ -157,21 +207,38 @@ def chat(
 
 @app.command()
 def logits(
-    tokens: Annotated[Path, typer.Option(help="JSON file: an array of token ids.")],
-    out: Annotated[Path, typer.Option(help="File to write: safetensors, fp32 [tokens, vocabulary] under 'logits'.")],
+    tokens: Annotated[Path, typer.Option(metavar="FILE", help="JSON: an array of token ids.")],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="safetensors to write: fp32 [tokens, vocabulary] under 'logits'.")
+    ],
     profile: Annotated[
-        str | None, typer.Argument(metavar="PROFILE", autocompletion=profile_names, help="File or bundled name.")
+        str | None, typer.Argument(metavar="PROFILE", autocompletion=profile_names, help=PROFILE_HELP)
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint directory instead of a profile.")] = None,
-    chunk: Annotated[int | None, typer.Option(min=1, help="Tokens computed at once.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks that share the model.")] = None,
-    resident: Annotated[int | None, typer.Option(min=1, help="Resident experts; else all of them.")] = None,
-    decode: Annotated[int, typer.Option(min=0, help="Compute the last N tokens one at a time.")] = 0,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A checkpoint instead of a profile: one rank, all experts resident."),
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens computed at once.  [default: the profile's]")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Local ranks that share the model.  [default: the profile's]")
+    ] = None,
+    resident: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Resident experts.  [default: the profile's]")
+    ] = None,
+    decode: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Compute the last N tokens one at a time, as decoding does.")
+    ] = 0,
     json: Json = False,
 ) -> None:
-    """Teacher-forced logits of a list of token ids.
+    """Write the logits of a list of token ids to a file.
 
-    They come from the engine itself, to be held against another implementation.
+    Teacher-forced, by the engine itself: to be held against another implementation.
+
+    \b
+      echo "[0, 17, 42]" > ids.json
+      tidectl logits mini-deepseek --tokens ids.json --out logits.safetensors
     """
     from tidectl import logits, profiles
 
@@ -181,7 +248,7 @@ def logits(
 
 @app.command()
 def version(json: Json = False) -> None:
-    """Versions of TideLM and of what it computes with."""
+    """Show the versions of TideLM and of what it computes with."""
     from tidectl import about
 
     about.show(json)
@@ -189,7 +256,10 @@ def version(json: Json = False) -> None:
 
 @profile.command("check")
 def profile_check(file: Profile, json: Json = False) -> None:
-    """Everything wrong with a profile at once. Exits with 78 on an error; notes say what a start would refuse."""
+    """Tell everything that is wrong with a profile.
+
+    Exits with 78 on an error. A note is none; it tells what a start here would refuse or warn of.
+    """
     from tidectl import profile_commands, profiles
 
     raise typer.Exit(profile_commands.check(profiles.find(file), json))
@@ -197,7 +267,7 @@ def profile_check(file: Profile, json: Json = False) -> None:
 
 @profile.command("list")
 def profile_list(json: Json = False) -> None:
-    """The profiles that come with TideLM."""
+    """List the profiles that come with TideLM."""
     from tidectl import profile_commands
 
     profile_commands.list_bundled(json)
@@ -205,7 +275,7 @@ def profile_list(json: Json = False) -> None:
 
 @profile.command("show")
 def profile_show(file: Profile, json: Json = False) -> None:
-    """Every key of a profile with its resolved value, what it does and what it affects."""
+    """Show every key of a profile: its resolved value, what it does, what it affects."""
     from tidectl import profile_commands, profiles
 
     profile_commands.show(profiles.find(file), json)

@@ -39,10 +39,9 @@ def facts(now: Snapshot, time_s: float) -> "RenderableType":
     """A label and a fact a line; facts that nobody knows are left out."""
     from rich.table import Table
 
-    age = f" for {duration(time_s - now.started)}" if now.started else ""
-    rows = [("state", now.state + age, STYLES[now.state])]
+    rows: list[tuple[str, str, str]] = [("state", now.state, STYLES[now.state])]
     rows += [("trouble", text, "red") for text in now.trouble]
-    rows += [(label, text, "") for label, text in _known(now)]
+    rows += [(label, text, "") for label, text in _known(now, time_s)]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", min_width=LABEL_COLUMNS)
     grid.add_column(overflow="fold")
@@ -67,8 +66,9 @@ def rank_cells(rank: Rank, time_s: float) -> tuple[str, ...]:
     return str(rank.rank), rank.phase, since, str(rank.pid), rank.message.partition("\n")[0]
 
 
-def _known(now: Snapshot) -> list[tuple[str, str]]:
-    rows = [("profile", now.profile), ("url", now.url), *health_rows(now.health or {})]
+def _known(now: Snapshot, time_s: float) -> list[tuple[str, str]]:
+    uptime = duration(time_s - now.started) if now.started else ""
+    rows = [("profile", now.profile), ("uptime", uptime), ("url", now.url), *health_rows(now.health or {})]
     return [(label, text) for label, text in rows if text]
 
 

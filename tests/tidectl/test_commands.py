@@ -2,17 +2,22 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from tests.tidectl.canned import Tidectl
 from tidectl import logits, profiles, state, waiting
+from tidectl.main import app
 from tided.errors import NotRunningError, PermissionError_, UnavailableError
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +38,27 @@ def test_help_names_every_command_and_exit_code(tidectl: Tidectl) -> None:
     assert all(f"\n  {command} " in ran.stdout for command in COMMANDS)
     assert all(f"\n    {code} " in ran.stdout for code in (0, 1, 2, 3, 4, 65, 69, 70, 77, 78, 130))
     assert tidectl("profile", "-h").exit_code == 0
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        yield (*path, name), command
+        yield from commands(command, *path, name) if hasattr(command, "commands") else ()
+
+
+def test_every_option_is_explained_and_every_example_can_be_typed(tidectl: Tidectl) -> None:
+    tree = dict(commands(typer.main.get_command(app)))
+    examples = re.findall(r"^ +tidectl (.+?)(?:   .*)?$", tidectl("--help").stdout, re.MULTILINE)
+    for path, command in tree.items():
+        shown = tidectl(*path, "--help").stdout
+        assert "range>" not in shown
+        assert all(option.help for option in command.params)
+        examples += re.findall(r"^    tidectl (.+)$", shown, re.MULTILINE)
+    assert len(examples) >= 12
+    for example in examples:
+        words = shlex.split(example.partition("<")[0])
+        depth = 2 if words[0] == "profile" else 1
+        tree[tuple(words[:depth])].make_context("example", words[depth:])
 
 
 @pytest.mark.parametrize("command", [[], ["--help"], ["status", "--help"], ["profile", "list"], ["version"]])

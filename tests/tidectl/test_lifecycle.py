@@ -187,7 +187,7 @@ def test_a_start_that_takes_too_long_goes_on(tidectl: Tidectl, profile: Path, mo
     assert "rank 0 ready, rank 1 loading (experts: 3 of 8)\n" in ran.stderr
     status = tidectl("status")
     assert status.exit_code == 4
-    assert status.stdout.startswith("state      starting for ")
+    assert status.stdout.startswith("state      starting ")
     assert tidectl("stop").exit_code == 0
 
 

@@ -55,9 +55,10 @@ def screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 def test_status_is_one_screen(screen) -> None:
     assert screen(snapshot("m")) == [
-        "state      starting for 1 min 40 s",
+        "state      starting",
         "trouble    m",
         "profile    /p.toml",
+        "uptime     1 min 40 s",
         "url        http://h:1",
         "model      m",
         "lanes      1 of 2 busy, 4 waiting",
@@ -81,8 +82,9 @@ def test_status_interprets_nothing_and_cuts_nothing_off_a_terminal(screen) -> No
 def test_status_leaves_out_what_nobody_knows(screen) -> None:
     idle = {"decode_tok_s": None, "lanes": 3, "residents": "x"}
     assert screen(snapshot("", health=idle, ranks=[], trouble=[], url="")) == [
-        "state      starting for 1 min 40 s",
+        "state      starting",
         "profile    /p.toml",
+        "uptime     1 min 40 s",
     ]
 
 
