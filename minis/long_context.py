@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,7 +60,7 @@ def main() -> None:
     a = args.parse_args()
     gpu = torch.cuda.is_available()
     device = "cuda" if gpu else "cpu"
-    result = {}
+    result: dict[str, Any] = {}
     for name, select in (("hard top-k", True), ("every row visible", False)):
         s = Speaker(a.model, Mode(round_kv=True, select=select, sparse=not gpu), device)
         rng = random.Random(9)
