@@ -14,7 +14,8 @@ State = Literal["serving", "starting", "draining", "degraded", "stopped"]
 
 
 class Rank(NamedTuple):
-    """`since`: Unix time at which the phase began; 0 when the rank has said nothing yet."""
+    """`since`: Unix time at which the phase began; 0 when the rank has said nothing yet. `total` 0: no progress in
+    numbers."""
 
     rank: int
     pid: int
@@ -22,6 +23,8 @@ class Rank(NamedTuple):
     phase: str
     since: float
     message: str
+    done: int = 0
+    total: int = 0
 
 
 class Snapshot(NamedTuple):
@@ -73,8 +76,10 @@ def url_of(now: supervisor.Status) -> str:
 def _rank(child: supervisor.Child, now: supervisor.Status) -> Rank:
     said = next((rank for rank in now.ranks if rank.rank == child.rank and rank.pid == child.process.pid), None)
     alive = child.process.is_alive()
-    phase, since, message = (said.phase, said.since, said.message) if said else ("started", 0.0, "")
-    return Rank(child.rank, child.process.pid, alive, phase if alive else "ended", since, message)
+    if said is None:
+        return Rank(child.rank, child.process.pid, alive, "started" if alive else "ended", 0.0, "")
+    phase = said.phase if alive else "ended"
+    return Rank(child.rank, child.process.pid, alive, phase, said.since, said.message, said.done, said.total)
 
 
 def _health(url: str) -> dict[str, Any] | None:

@@ -188,6 +188,8 @@ def test_a_start_that_takes_too_long_goes_on(tidectl: Tidectl, profile: Path, mo
     status = tidectl("status")
     assert status.exit_code == 4
     assert status.stdout.startswith("state      starting ")
+    rank = json.loads(tidectl("status", "--json").stdout)["ranks"][1]
+    assert (rank["phase"], rank["done"], rank["total"]) == ("loading", 3, 8)
     assert tidectl("stop").exit_code == 0
 
 
