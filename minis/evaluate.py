@@ -189,23 +189,15 @@ def exact_turns(b: Bench, p: Params, packed: model.Packed, mode: Mode) -> dict[s
 
 
 def demand_seed(stats: dict[str, dict[int, dict[str, Tensor]]], cfg: Config) -> dict[str, Any]:
-    """Aggregate routing demand of the held-out rows, per domain and over all of them."""
+    """Aggregate routing demand of the held-out rows, per domain: whoever plans for all gives each domain one vote."""
     domains: dict[str, Any] = {}
-    total: dict[str, Any] = {"tokens": 0, "counts": 0, "mass": 0}
     for d, halves in stats.items():
-        tokens = int(halves[0]["tokens"] + halves[1]["tokens"])
         counts, mass = (halves[0][k] + halves[1][k] for k in ("counts", "mass"))
         domains[d] = {
-            "tokens": tokens,
+            "tokens": int(halves[0]["tokens"] + halves[1]["tokens"]),
             "counts": counts.tolist(),
             "mass": [[round(v, 1) for v in r] for r in mass.tolist()],
         }
-        total = {"tokens": total["tokens"] + tokens, "counts": total["counts"] + counts, "mass": total["mass"] + mass}
-    domains["all"] = {
-        "tokens": total["tokens"],
-        "counts": total["counts"].tolist(),
-        "mass": [[round(v, 1) for v in r] for r in total["mass"].tolist()],
-    }
     return {
         "model_type": "deepseek_v41",
         "layers": cfg.layers,
