@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tidectl.output import emit, say
 from tidectl.waiting import Item, Show, waiting
@@ -19,6 +19,7 @@ class Options(NamedTuple):
     ranks: int | None = None
     resident: int | None = None
     decode: int = 0
+    numerics: Literal["native", "fp32"] | None = None
 
 
 def run(

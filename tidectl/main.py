@@ -3,7 +3,7 @@
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -230,6 +230,12 @@ def logits(
     decode: Annotated[
         int, typer.Option(metavar="N", min=0, help="Compute the last N tokens one at a time, as decoding does.")
     ] = 0,
+    numerics: Annotated[
+        Literal["native", "fp32"] | None,
+        typer.Option(
+            help="native: rounding as the model was made for; fp32: none.  [default: the profile's, else native]"
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write the logits of a list of token ids to a file.
@@ -243,7 +249,7 @@ def logits(
     from tidectl import logits, profiles
 
     source = profiles.find(profile) if profile else None
-    logits.run(source, checkpoint, tokens, out, logits.Options(chunk, ranks, resident, decode), json)
+    logits.run(source, checkpoint, tokens, out, logits.Options(chunk, ranks, resident, decode, numerics), json)
 
 
 @app.command()

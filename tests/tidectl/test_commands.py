@@ -210,12 +210,13 @@ def test_logits_of_a_checkpoint(
     monkeypatch.setattr(waiting, "LINE_EVERY_S", 0)
     tokens, out = tmp_path / "ids.json", tmp_path / "x.safetensors"
     tokens.write_text("[3, 1, 2]")
-    options = ["--chunk", "2", "--ranks", "2", "--resident", "9", "--decode", "1"]
+    options = ["--chunk", "2", "--ranks", "2", "--resident", "9", "--decode", "1", "--numerics", "fp32"]
     ran = tidectl("logits", "--checkpoint", "c", "--tokens", str(tokens), "--out", str(out), *options)
     assert (ran.exit_code, ran.stdout) == (0, "")
     assert "experts 1 of 2" in ran.stderr
     assert f"{out}: logits [3 tokens, 32] in fp32" in ran.stderr
-    assert offline.asked == (Path("c"), [3, 1, 2], {"chunk": 2, "ranks": 2, "resident": 9, "decode": 1})
+    asked = {"chunk": 2, "ranks": 2, "resident": 9, "decode": 1, "numerics": "fp32"}
+    assert offline.asked == (Path("c"), [3, 1, 2], asked)
     assert out.read_text() == "(3, 32)"
 
 
@@ -287,7 +288,7 @@ def test_a_result_that_cannot_be_written(
 
 
 def test_options_leave_defaults_to_the_engine() -> None:
-    assert logits.Options() == (None, None, None, 0)
+    assert logits.Options() == (None, None, None, 0, None)
 
 
 # state directory
