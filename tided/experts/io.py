@@ -1,0 +1,191 @@
+"""The one scheduler of expert reads: bounded queues by priority, a few threads, tickets for who asked.
+
+`read_queue` holds the rules; here are the threads. A read runs in one of them: into the caller's memory, or through a
+`Land`, which hands out the memory and does what must follow (the arena's copy to a device).
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tided.errors import PairError
+from tided.experts.read_queue import Depths, Entry, Mode, Priority, ReadQueue
+from tided.experts.source import ExpertSource
+
+__all__ = ["Depths", "IoScheduler", "Land", "Priority", "ReadCount", "Ticket"]
+
+Read = Callable[[memoryview], None]
+Land = Callable[[Read], None]
+
+IDLE_S = 60.0  # a thread without work looks up this often
+CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class ReadCount:
+    """Finished reads of one class: `seconds` in flight, `queue_ms` waited before, both summed over the reads."""
+
+    reads: int = 0
+    failed: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    queue_ms: float = 0.0
+
+
+class Ticket:
+    """A read that was asked for. Any thread may use it."""
+
+    def __init__(self, owner: "IoScheduler", layer: int, expert: int, out: "memoryview | Land") -> None:
+        self.layer, self.expert = layer, expert
+        self.error: BaseException | None = None
+        self.submitted_s = time.perf_counter()
+        self._owner, self._out = owner, out
+        self._done = threading.Event()
+        self._entry: Entry[Ticket] | None = None
+
+    @property
+    def done(self) -> bool:
+        """The record is there, or `error` says why not. Nothing writes to the memory any more."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the record is there; from now on the read is urgent. Raises its error; PairError after the timeout,
+        when the read may still be writing."""
+        if not self.done:
+            self._owner._promote(self)
+        if not self._done.wait(timeout_s):
+            raise PairError(
+                f"expert {self.expert} of layer {self.layer} was not read within {timeout_s:g} s",
+                hint="check the disk (dmesg)",
+            )
+        if self.error is not None:
+            raise self.error
+
+    def cancel(self) -> bool:
+        """Whether the read is off: it was queued, and will never touch the memory. One that has started goes on."""
+        return self._owner._cancel(self)
+
+
+class IoScheduler:
+    """Reads of `source`, at boot as deep as `depths.deep`. Begins in mode "boot"."""
+
+    def __init__(self, source: ExpertSource, depths: Depths) -> None:
+        self._source = source
+        self._queue: ReadQueue[Ticket] = ReadQueue(depths)
+        self._changed = threading.Condition()
+        self._counts = {priority: ReadCount() for priority in Priority}
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"expert-reader-{i}", daemon=True) for i in range(depths.threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def depths(self) -> Depths:
+        return self._queue.depths
+
+    @property
+    def counts(self) -> dict[Priority, ReadCount]:
+        """By the class that a read was submitted as."""
+        with self._changed:
+            return dict(self._counts)
+
+    @property
+    def queued(self) -> dict[Priority, int]:
+        with self._changed:
+            return {priority: self._queue.limit - self._queue.room(priority) for priority in Priority}
+
+    def room(self, priority: Priority) -> int:
+        """Reads of this class that `submit` takes now."""
+        with self._changed:
+            return self._queue.room(priority)
+
+    def submit(self, priority: Priority, layer: int, expert: int, out: "memoryview | Land") -> Ticket:
+        """Raises PairError when the class's queue is full or the scheduler is closed."""
+        ticket = Ticket(self, layer, expert, out)
+        with self._changed:
+            if self._closed:
+                raise PairError("expert reads are over: the scheduler is closed")
+            ticket._entry = self._queue.push(ticket, priority)
+            self._changed.notify()
+        return ticket
+
+    def set_mode(self, mode: Mode) -> None:
+        with self._changed:
+            self._queue.mode = mode
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Queued reads end with an error; those in flight are waited for. Raises PairError when one hangs."""
+        with self._changed:
+            self._closed = True
+            for entry in self._queue.clear():
+                self._end(entry.item, PairError("expert reads are over: the scheduler is closed"))
+            self._changed.notify_all()
+        deadline_s = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            raise PairError(f"a read of an expert hangs for {CLOSE_S:g} s", hint="check the disk (dmesg)")
+
+    def _promote(self, ticket: Ticket) -> None:
+        with self._changed:
+            if not ticket.done and ticket._entry is not None:
+                self._queue.promote(ticket._entry)
+                self._changed.notify_all()
+
+    def _cancel(self, ticket: Ticket) -> bool:
+        with self._changed:
+            off = ticket._entry is not None and self._queue.cancel(ticket._entry)
+            if off:
+                self._end(ticket, PairError("the read was cancelled"))
+                self._changed.notify_all()
+            return off
+
+    def _work(self) -> None:
+        while (entry := self._next()) is not None:
+            ticket, began_s = entry.item, time.perf_counter()
+            nbytes, error = self._run(ticket)
+            with self._changed:
+                self._queue.finish(entry)
+                self._count(entry.priority, began_s - ticket.submitted_s, time.perf_counter() - began_s, nbytes, error)
+                self._end(ticket, error)
+                self._changed.notify_all()
+
+    def _next(self) -> Entry[Ticket] | None:
+        with self._changed:
+            while not self._closed:
+                if (entry := self._queue.pop()) is not None:
+                    return entry
+                self._changed.wait(IDLE_S)
+        return None
+
+    def _run(self, ticket: Ticket) -> tuple[int, BaseException | None]:
+        """(bytes of the record, what went wrong): an error belongs to who waits, not to the thread."""
+        nbytes = 0
+
+        def read(out: memoryview) -> None:
+            nonlocal nbytes
+            self._source.read(ticket.layer, ticket.expert, out)
+            nbytes = out.nbytes
+
+        try:
+            if isinstance(ticket._out, memoryview):
+                read(ticket._out)
+            else:
+                ticket._out(read)
+        except BaseException as error:
+            return 0, error
+        return nbytes, None
+
+    def _count(self, priority: Priority, queue_s: float, read_s: float, nbytes: int, error: object) -> None:
+        c, failed = self._counts[priority], error is not None
+        self._counts[priority] = ReadCount(
+            c.reads + (not failed), c.failed + failed, c.bytes + nbytes, c.seconds + read_s, c.queue_ms + 1e3 * queue_s
+        )
+
+    def _end(self, ticket: Ticket, error: BaseException | None) -> None:
+        ticket.error, ticket._out = error, memoryview(b"")  # the memory is the caller's again
+        ticket._done.set()

@@ -1,0 +1,144 @@
+"""Which read comes next: the rules of the I/O scheduler, without threads or a clock.
+
+- Strict priorities; within one, first come first served.
+- What somebody waits for counts as SYNC_HOT, whatever it was submitted as: no stream of urgent reads can starve it.
+- While serving, background reads (ASYNC_HOT and lower) start only while no urgent one is queued or in flight, and few
+  at a time: a disk shares its bandwidth among all that is in flight, so each stretches the read that is waited for.
+- At boot everything is as deep as the disk takes it.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Generic, Literal, TypeVar
+
+from tided.errors import PairError
+
+Mode = Literal["boot", "serve"]
+T = TypeVar("T")
+
+MAX_QUEUED = 1024  # of one priority
+
+
+class Priority(IntEnum):
+    """Lower comes first. Engram rows are small and read by threads of their own (`engram_rows`); their class has its
+    place here for expert reads that a layer waits for soon."""
+
+    SYNC_HOT = 0
+    ENGRAM = 1
+    ASYNC_HOT = 2
+    SWAP = 3
+    PREFIX = 4
+
+    @property
+    def is_urgent(self) -> bool:
+        return self < Priority.ASYNC_HOT
+
+
+@dataclass(frozen=True)
+class Depths:
+    """Reads in flight. `deep`: at boot, and of urgent ones. `background`: of the others while serving."""
+
+    deep: int
+    background: int
+
+    def __post_init__(self) -> None:
+        if self.deep < 1 or self.background < 1:
+            raise ValueError(f"{self} lets nothing be read")
+
+    @property
+    def threads(self) -> int:
+        """One more than the background takes: an urgent read never waits for a thread."""
+        return max(self.deep, self.background + 1)
+
+
+@dataclass(eq=False)
+class Entry(Generic[T]):
+    """A read on its way. `rank` is the class that it counts as now."""
+
+    item: T
+    priority: Priority
+    rank: Priority = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank = self.priority
+
+
+class ReadQueue(Generic[T]):
+    """Not locked: its owner is."""
+
+    def __init__(self, depths: Depths, limit: int = MAX_QUEUED) -> None:
+        self.depths, self.limit = depths, limit
+        self.mode: Mode = "boot"
+        self._waiting: dict[Priority, deque[Entry[T]]] = {priority: deque() for priority in Priority}
+        self._running: Counter[Priority] = Counter()
+
+    @property
+    def queued(self) -> int:
+        return sum(len(queue) for queue in self._waiting.values())
+
+    @property
+    def in_flight(self) -> int:
+        return self._running.total()
+
+    def room(self, priority: Priority) -> int:
+        return max(0, self.limit - len(self._waiting[priority]))
+
+    def push(self, item: T, priority: Priority) -> Entry[T]:
+        """Raises PairError when the class is full: its owner submits without looking at what is on its way."""
+        if not self.room(priority):
+            raise PairError(f"{self.limit} reads of class {priority.name} are queued already")
+        entry = Entry(item, priority)
+        self._waiting[priority].append(entry)
+        return entry
+
+    def pop(self) -> Entry[T] | None:
+        """The next read that may start now; it is in flight until `finish`."""
+        for priority, queue in self._waiting.items():
+            if queue:
+                if not self._admits(priority):
+                    return None
+                entry = queue.popleft()
+                self._running[entry.rank] += 1
+                return entry
+        return None
+
+    def finish(self, entry: Entry[T]) -> None:
+        self._running[entry.rank] -= 1
+
+    def promote(self, entry: Entry[T]) -> None:
+        """Somebody waits for it."""
+        if entry.rank is Priority.SYNC_HOT:
+            return
+        if self._take_out(entry):
+            self._waiting[Priority.SYNC_HOT].append(entry)
+        else:  # in flight
+            self._running[entry.rank] -= 1
+            self._running[Priority.SYNC_HOT] += 1
+        entry.rank = Priority.SYNC_HOT
+
+    def cancel(self, entry: Entry[T]) -> bool:
+        """False when it has started."""
+        return self._take_out(entry)
+
+    def clear(self) -> list[Entry[T]]:
+        """Takes out everything that has not started."""
+        entries = [entry for queue in self._waiting.values() for entry in queue]
+        for queue in self._waiting.values():
+            queue.clear()
+        return entries
+
+    def _admits(self, priority: Priority) -> bool:
+        urgent = sum(count for rank, count in self._running.items() if rank.is_urgent)
+        if self.mode == "boot":
+            return self.in_flight < self.depths.deep
+        if priority.is_urgent:
+            return urgent < self.depths.deep
+        return urgent == 0 and self.in_flight < self.depths.background
+
+    def _take_out(self, entry: Entry[T]) -> bool:
+        try:
+            self._waiting[entry.rank].remove(entry)
+        except ValueError:
+            return False
+        return True
