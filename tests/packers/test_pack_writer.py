@@ -1,0 +1,313 @@
+"""Packs grow under a temporary name, survive a kill at any point, and never replace what is not theirs."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+import packers.pack as writing
+from kernels.record import PAGE_BYTES, ExpertRecord
+from packers.mxfp4 import MAGIC, Pack, encode_page, file_name, header_of
+from packers.pack import PackWriter, pack
+from tided.errors import DataError, UnavailableError
+
+LAYERS, EXPERTS, RANKS = 3, 5, 2
+RECORD = ExpertRecord(hidden=64, intermediate=64, ranks=RANKS)
+HEADERS = [header_of("ab" * 32, RECORD, rank, LAYERS, EXPERTS) for rank in range(RANKS)]
+NAMES = [file_name(rank, RANKS) for rank in range(RANKS)]
+
+
+class Killed(BaseException):
+    pass
+
+
+class Source:
+    def __init__(self):
+        self.reads = []
+
+    def __call__(self, layer, expert):
+        self.reads.append((layer, expert))
+        return [record_of(layer, expert, rank) for rank in range(RANKS)]
+
+
+def record_of(layer: int, expert: int, rank: int) -> memoryview:
+    seed = np.random.default_rng((layer, expert, rank))
+    return memoryview(seed.integers(0, 256, RECORD.slot_bytes, dtype=np.uint8).tobytes())
+
+
+def make(directory, source=None, headers=HEADERS, told=None):
+    return pack(
+        directory, headers, source or Source(), lambda *counts: (told if told is not None else []).append(counts)
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("expected")
+    make(directory)
+    return [(directory / name).read_bytes() for name in NAMES]
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(writing, "FLUSH_BYTES", 2 * RECORD.slot_bytes)
+
+
+def contents(directory):
+    return [(directory / name).read_bytes() for name in NAMES]
+
+
+def test_one_pass_over_the_source_makes_the_packs_of_all_ranks(tmp_path, expected):
+    source, told = Source(), []
+    paths = make(tmp_path / "new", source, told=told)
+    assert paths == [tmp_path / "new" / name for name in NAMES]
+    assert sorted(source.reads) == [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
+    assert told == [(n, 15) for n in range(16)]
+    assert contents(tmp_path / "new") == expected
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == NAMES
+
+
+class CallsThatEnd:
+    """The n-th call that changes a file ends the process; a write gets half of its bytes out first."""
+
+    def __init__(self, monkeypatch, n):
+        self.calls, self.n = 0, n
+        for name in ("pwrite", "fdatasync", "fsync", "ftruncate"):
+            monkeypatch.setattr(writing.os, name, self.wrapped(name, getattr(os, name)))
+        rename = Path.rename
+        monkeypatch.setattr(Path, "rename", lambda path, to: self.counted(lambda: rename(path, to), lambda: None))
+
+    def counted(self, whole, half):
+        self.calls += 1
+        if self.calls == self.n:
+            half()
+            raise Killed
+        return whole()
+
+    def wrapped(self, name, call):
+        def half(fd, *rest):
+            if name == "pwrite" and len(rest[0]) != PAGE_BYTES:  # a page is written as a whole
+                call(fd, rest[0][: len(rest[0]) // 2], rest[1])
+
+        return lambda *arguments: self.counted(lambda: call(*arguments), lambda: half(*arguments))
+
+
+def calls_of_a_whole_run(directory):
+    with pytest.MonkeyPatch.context() as patch:
+        calls = CallsThatEnd(patch, 0)
+        make(directory)
+    return calls.calls
+
+
+def test_killed_at_any_call_then_run_again_gives_the_same_bytes(tmp_path, expected):
+    total = calls_of_a_whole_run(tmp_path / "whole")
+    assert total > 50
+    for n in range(1, total + 1):
+        directory = tmp_path / str(n)
+        with pytest.MonkeyPatch.context() as patch:
+            CallsThatEnd(patch, n)
+            with pytest.raises(Killed):
+                make(directory)
+        for name in NAMES:  # whatever has its name is whole
+            if (directory / name).exists():
+                Pack.open(directory / name).verify()
+        make(directory)
+        assert contents(directory) == expected, f"killed at call {n}"
+        assert sorted(path.name for path in directory.iterdir()) == NAMES
+
+
+def test_a_kill_at_random_moments_of_a_real_process_loses_nothing_but_the_last_batch(tmp_path, expected):
+    program = textwrap.dedent("""
+        import sys, time
+        sys.path[:0] = sys.argv[2:]
+        import packers.pack as writing
+        import test_pack_writer as t
+        writing.FLUSH_BYTES = 2 * t.RECORD.slot_bytes
+        read = t.Source()
+        def slow(layer, expert):
+            print(layer, expert, flush=True)
+            time.sleep(0.002)
+            return read(layer, expert)
+        t.make(t.Path(sys.argv[1]), slow)
+    """)
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", program, str(tmp_path), str(here), str(here.parents[1])]
+    rng = np.random.default_rng(3)
+    for lines in rng.integers(1, 12, 4):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for _ in range(lines):
+                assert process.stdout.readline().strip(), "it ended before it was killed"
+            time.sleep(float(rng.uniform(0, 0.004)))
+            process.send_signal(signal.SIGKILL)
+    make(tmp_path)
+    assert contents(tmp_path) == expected
+
+
+def killed_after(directory, records):
+    def ending(layer, expert):
+        if layer * EXPERTS + expert == records:
+            raise Killed
+        return Source()(layer, expert)
+
+    with pytest.raises(Killed):
+        make(directory, ending)
+
+
+def test_a_second_run_reads_only_what_is_missing(tmp_path, expected):
+    killed_after(tmp_path, 11)
+    source, told = Source(), []
+    make(tmp_path, source, told=told)
+    assert told[0] == (10, 15)
+    assert sorted(source.reads) == [(2, expert) for expert in range(EXPERTS)]
+    assert contents(tmp_path) == expected
+
+
+@pytest.mark.parametrize("region", ["record", "index"])
+def test_a_record_that_did_not_reach_the_disk_is_written_again(tmp_path, expected, region):
+    """After a loss of power the index may be newer than the records, or the other way round."""
+    killed_after(tmp_path, 11)
+    part = tmp_path / f".{NAMES[1]}.part"
+    with part.open("r+b") as file:
+        file.seek(HEADERS[1].offset(4) if region == "record" else PAGE_BYTES + 4 * 16)
+        file.write(bytes(16))
+    told = []
+    make(tmp_path, told=told)
+    assert told[0] == (4, 15)
+    assert contents(tmp_path) == expected
+
+
+def test_a_pack_that_is_there_is_left_as_it_is(tmp_path, expected):
+    make(tmp_path)
+    before = [(tmp_path / name).stat() for name in NAMES]
+    source = Source()
+    make(tmp_path, source)
+    assert source.reads == []
+    assert [(tmp_path / name).stat() for name in NAMES] == before
+
+
+def test_a_missing_rank_is_made_beside_one_that_is_there(tmp_path, expected):
+    make(tmp_path)
+    (tmp_path / NAMES[1]).unlink()
+    kept = (tmp_path / NAMES[0]).stat()
+    make(tmp_path)
+    assert contents(tmp_path) == expected
+    assert (tmp_path / NAMES[0]).stat().st_mtime_ns == kept.st_mtime_ns
+
+
+FOREIGN = [{"model": "cd" * 32}, {"layers": 4}, {"hidden": 128, "record_bytes": 16384}]
+
+
+@pytest.mark.parametrize("other", FOREIGN, ids=str)
+def test_a_pack_of_another_checkpoint_is_not_overwritten(tmp_path, other):
+    make(tmp_path)
+    before = contents(tmp_path)
+    headers = [replace(header, **other) for header in HEADERS]
+    headers = [replace(header, record_bytes=header.record.slot_bytes) for header in headers]
+    with pytest.raises(DataError, match="is a pack of another checkpoint or layout, and stays as it is"):
+        make(tmp_path, headers=headers)
+    assert contents(tmp_path) == before
+
+
+def test_an_unfinished_pack_of_another_checkpoint_is_not_overwritten(tmp_path):
+    killed_after(tmp_path, 11)
+    part = tmp_path / f".{NAMES[0]}.part"
+    before = part.read_bytes()
+    with pytest.raises(DataError, match="an unfinished pack of another checkpoint or layout is in the way"):
+        make(tmp_path, headers=[replace(header, model="cd" * 32) for header in HEADERS])
+    assert part.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", [NAMES[0], f".{NAMES[0]}.part"])
+def test_a_file_that_is_no_pack_is_not_overwritten(tmp_path, name):
+    (tmp_path / name).write_bytes(b"a letter to my aunt\n" * 300)
+    with pytest.raises(DataError, match="is no pack of experts"):
+        make(tmp_path)
+    assert (tmp_path / name).read_bytes() == b"a letter to my aunt\n" * 300
+
+
+def test_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "elsewhere").write_bytes(b"")
+    (tmp_path / f".{NAMES[0]}.part").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnavailableError, match="cannot be written"):
+        make(tmp_path)
+    assert (tmp_path / "elsewhere").read_bytes() == b""
+
+
+def test_too_little_room_is_told_before_anything_is_read(tmp_path, monkeypatch):
+    plain = os.statvfs(tmp_path)
+    needed = sum(header.size_bytes - header.data_offset for header in HEADERS)
+
+    def statvfs(path, free=needed - 1):
+        return os.statvfs_result([1, 1, *plain[2:4], free, *plain[5:]])
+
+    monkeypatch.setattr(writing.os, "statvfs", statvfs)
+    source = Source()
+    with pytest.raises(UnavailableError, match=r"the packs need 0\.00 GB more"):
+        make(tmp_path, source)
+    assert source.reads == []
+    monkeypatch.setattr(writing.os, "statvfs", lambda path: statvfs(path, needed))
+    make(tmp_path, source)
+
+
+def test_a_disk_that_fills_up_is_told_and_the_pack_goes_on_later(tmp_path, monkeypatch, expected):
+    plain, written = os.pwrite, []
+
+    def full(fd, data, offset):
+        if len(written) == 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(offset)
+        return plain(fd, data[: len(data) // 2 + 1], offset)  # and writes that are cut short
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.os, "pwrite", full)
+        with pytest.raises(UnavailableError, match="the file system is full") as caught:
+            make(tmp_path)
+    assert "goes on where it stopped" in caught.value.hint
+    assert not any((tmp_path / name).exists() for name in NAMES)
+    make(tmp_path)
+    assert contents(tmp_path) == expected
+
+
+def test_two_processes_do_not_write_one_pack(tmp_path):
+    with (
+        PackWriter(tmp_path / NAMES[0], HEADERS[0]),
+        pytest.raises(UnavailableError, match="another process is writing this pack"),
+    ):
+        make(tmp_path)
+
+
+def test_an_error_of_the_source_ends_the_run_and_leaves_no_pack(tmp_path):
+    def failing(layer, expert):
+        if (layer, expert) == (1, 2):
+            raise DataError("cannot be read: Input/output error", where="model-00001.safetensors:4096")
+        return Source()(layer, expert)
+
+    with pytest.raises(DataError, match=r"model-00001\.safetensors:4096"):
+        make(tmp_path, failing)
+    assert not any((tmp_path / name).exists() for name in NAMES)
+
+
+def test_a_pack_gets_no_name_before_it_is_whole(tmp_path):
+    with PackWriter(tmp_path / NAMES[0], HEADERS[0]) as writer:
+        writer.write(record_of(0, 0, 0))
+        with pytest.raises(ValueError, match="1 of 15 records"):
+            writer.finish()
+        with pytest.raises(ValueError, match="a record of 10 bytes"):
+            writer.write(memoryview(bytes(10)))
+
+
+def test_a_pack_that_only_lacked_its_name_gets_it(tmp_path, expected):
+    make(tmp_path)
+    (tmp_path / NAMES[0]).rename(tmp_path / f".{NAMES[0]}.part")
+    assert (tmp_path / f".{NAMES[0]}.part").read_bytes().startswith(MAGIC)
+    make(tmp_path)
+    assert contents(tmp_path) == expected
+    assert encode_page(Pack.open(tmp_path / NAMES[0]).header, MAGIC) == expected[0][:PAGE_BYTES]
