@@ -1,0 +1,137 @@
+"""The policies that ours is held against. All have the same slots, see the same picks and may read as much.
+
+They read what was missed, the heaviest first, and differ in what they throw out. None throws out what the step that
+just ended used, or what would leave a layer with fewer experts than a token picks.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tided.tide.demand import Grid, RouterShape
+from tided.tide.hot import Moves
+from tided.tide.planner import Pair, boot_set
+
+Floats = npt.NDArray[np.float64]
+Picks = npt.NDArray[np.int64]  # [rows, picks of a row] as layer * experts + expert
+
+
+class Policy(Protocol):
+    """`observe` every step, in order; then `moves`. `published` and `failed` tell what became of each load."""
+
+    def observe(self, picks: Picks, weights: Floats, is_prompt: bool) -> None: ...
+    def moves(self, reads: int) -> Moves: ...
+    def published(self, pair: Pair) -> None: ...
+    def failed(self, pair: Pair) -> None: ...
+    def request_done(self) -> None: ...
+
+
+class Static:
+    """Keeps what it began with."""
+
+    def __init__(self, residents: list[Pair]) -> None:
+        self.residents = residents
+
+    def observe(self, picks: Picks, weights: Floats, is_prompt: bool) -> None: ...
+    def moves(self, reads: int) -> Moves:
+        return Moves()
+
+    def published(self, pair: Pair) -> None: ...
+    def failed(self, pair: Pair) -> None: ...
+    def request_done(self) -> None: ...
+
+
+class Demanded:
+    """Reads misses; `worth` ranks what is present, the least worth goes first."""
+
+    def __init__(self, shape: RouterShape, slots: int, base: Grid, worth: "Callable[[Demanded], Floats]") -> None:
+        self.shape, self._worth = shape, worth
+        pairs = shape.layers * shape.experts
+        self.present = np.zeros(pairs, dtype=bool)
+        self.residents = boot_set(base, slots, shape.top_k)
+        self.present[[layer * shape.experts + expert for layer, expert in self.residents]] = True
+        self.clock = 0
+        order = np.argsort(np.argsort(base, axis=None, kind="stable"), kind="stable")
+        self.last_use: Floats = order / pairs - 1.0  # before the first token, the likeliest last
+        self.uses: Floats = base.ravel() * shape.top_k * PRIOR_TOKENS  # ever
+        self.uses_here: Floats = np.zeros(pairs)  # since it was loaded
+        self._recent: Picks = np.zeros(0, dtype=np.int64)
+        self._missed: Floats = np.zeros(pairs)
+        self._loading: set[int] = set()
+        self._count = self.present.reshape(shape.layers, -1).sum(axis=1)
+
+    def observe(self, picks: Picks, weights: Floats, is_prompt: bool) -> None:
+        rows = np.broadcast_to(self.clock + 1 + np.arange(len(picks))[:, None], picks.shape)
+        np.maximum.at(self.last_use, picks.ravel(), rows.ravel())
+        self.clock += len(picks)
+        np.add.at(self.uses, picks.ravel(), 1.0)
+        np.add.at(self.uses_here, picks.ravel(), 1.0)
+        self._recent = picks[-1]
+        weight = np.bincount(picks.ravel(), weights.ravel(), minlength=len(self.present))
+        self._missed = np.where(self.present, 0.0, weight)
+
+    def moves(self, reads: int) -> Moves:
+        moves = Moves()
+        missed = np.flatnonzero(self._missed)
+        missed = missed[np.argsort(-self._missed[missed], kind="stable")]
+        wanted = [int(pair) for pair in missed if int(pair) not in self._loading][:reads]
+        if not wanted:
+            return moves
+        worth = np.where(self.present, self._worth(self), np.inf)
+        worth[self._recent] = np.inf
+        victims = iter(np.argsort(worth, kind="stable")[: 4 * len(wanted) + 64])
+        for newcomer in wanted:
+            victim = next((v for v in map(int, victims) if self._may_go(v, worth)), None)
+            if victim is None:
+                break
+            self.present[victim] = False
+            self._count[victim // self.shape.experts] -= 1
+            self._loading.add(newcomer)
+            moves.withdraw.append(divmod(victim, self.shape.experts))
+            moves.load.append(divmod(newcomer, self.shape.experts))
+        return moves
+
+    def published(self, pair: Pair) -> None:
+        index = pair[0] * self.shape.experts + pair[1]
+        self._loading.remove(index)
+        self.present[index] = True
+        self.uses_here[index] = 1.0
+        self._count[pair[0]] += 1
+
+    def failed(self, pair: Pair) -> None:
+        self._loading.remove(pair[0] * self.shape.experts + pair[1])
+
+    def request_done(self) -> None: ...
+
+    def _may_go(self, victim: int, worth: Floats) -> bool:
+        return bool(np.isfinite(worth[victim])) and self._count[victim // self.shape.experts] > self.shape.top_k
+
+
+PRIOR_TOKENS = 256.0  # what the seed is worth to those that count
+
+
+def lru(policy: Demanded) -> Floats:
+    return policy.last_use
+
+
+def lfu(policy: Demanded) -> Floats:
+    return policy.uses
+
+
+def lfru(policy: Demanded) -> Floats:
+    """Two halves: the recently used are safe, and of the others the least used goes. A use lifts into the first."""
+    present = policy.last_use[policy.present]
+    safe = policy.last_use > np.partition(present, len(present) // 2)[len(present) // 2]
+    return policy.uses + 1e9 * safe
+
+
+def age_over_uses(policy: Demanded) -> Floats:
+    """The largest age / (1 + uses since it was loaded) goes first."""
+    return -(policy.clock - policy.last_use) / (1.0 + policy.uses_here)
+
+
+DEMANDED: dict[str, Callable[[Demanded], Floats]] = {
+    "LRU": lru, "LFU": lfu, "LFRU": lfru, "age/(1+uses)": age_over_uses,
+}  # fmt: skip
