@@ -69,11 +69,7 @@ class TimedModel:
     def __init__(self, rank: Rank) -> None:
         self._model, self.seconds = rank.model, 0.0
         self.shape, self.prefill = rank.model.shape, rank.model.prefill
-        self.open_lane, self.close_lane, self.can_grow = (
-            rank.model.open_lane,
-            rank.model.close_lane,
-            rank.model.can_grow,
-        )
+        self.open_lane, self.close_lane = rank.model.open_lane, rank.model.close_lane
 
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
         began = time.perf_counter()

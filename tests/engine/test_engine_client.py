@@ -15,7 +15,7 @@ from tided.engine.leader import LeaderEngine
 from tided.engine.scheduler import Scheduler
 from tided.engine.stats import Residency
 from tided.engine.types import Failed, Finished, Sampling, Started, Tokens
-from tided.errors import PairError, QueueFullError, RequestError
+from tided.errors import QueueFullError, RequestError
 
 RESIDENCY = Residency(generation=0, residents=15, total=24, mask_hash="")
 
@@ -35,8 +35,12 @@ class Gate(Alone):
 
 @asynccontextmanager
 async def running():
-    client, link = EngineClient(LIMITS.lanes, LIMITS.queue), Gate()
-    engine = LeaderEngine(executor(), Scheduler(LIMITS), link, client.post, client.post_fault)
+    client, link, loop = EngineClient(LIMITS.lanes, LIMITS.queue), Gate(), asyncio.get_running_loop()
+
+    def fail(error):  # as the daemon does when the engine ends by an error
+        loop.call_soon_threadsafe(client.fail_all, error.what)
+
+    engine = LeaderEngine(executor(), Scheduler(LIMITS), link, client.post, fail)
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()
     client.attach(engine)
@@ -222,6 +226,33 @@ async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
     assert speed() is None
 
 
+async def test_steps_that_arrive_with_one_wake_up_are_counted_once(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    client = EngineClient(2, 2)
+    client.attach(SimpleNamespace(submit=lambda request: None, residency=RESIDENCY, seq=1, last_step_s=0.0))
+    client.submit(request("a"))
+    client.post([Started("a"), Tokens("a", [1])])
+    await asyncio.sleep(0)
+    for step in range(1, 11):
+        now[0] = step / 5
+        for _ in range(2):  # two steps of the engine before the loop comes round
+            client.post([Tokens("a", [1])])
+        await asyncio.sleep(0)
+    assert client.health()["decode_tok_s"] == pytest.approx(10)
+
+
+async def test_a_reader_that_goes_leaves_nothing_that_waits_for_it():
+    async with running() as (client, _, link):
+        answer = client.submit(request("a", max_tokens=300))
+        await until(lambda: answer.growing)
+        link.open.clear()
+        assert answer._events
+        await answer.aclose()
+        assert not answer._events
+        link.open.set()
+
+
 async def test_draining_refuses_newcomers_and_waits_for_the_rest():
     async with running() as (client, _, _):
         answer = client.submit(request("a", max_tokens=20))
@@ -250,5 +281,6 @@ async def test_before_the_engine_is_there_requests_are_refused():
     assert client.health()["state"] == "starting"
     with pytest.raises(RequestError, match="being loaded"):
         client.submit(request("a"))
-    client.post_fault(PairError("rank 1 differs"))
-    await until(lambda: client.state == "fault")
+    client.fail_all("rank 1 differs")
+    with pytest.raises(RequestError, match="rank 1 differs"):
+        client.submit(request("a"))

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from tided.engine.speed import DecodeSpeed
 from tided.engine.stats import Residency, rounded
 from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
-from tided.errors import QueueFullError, RequestError, TideError
+from tided.errors import QueueFullError, RequestError
 
 State = Literal["starting", "ready", "draining", "fault"]
 RECENT_STATS = 100
@@ -193,23 +193,16 @@ class EngineClient:
             wake = not self._arrived
             self._arrived += events
         if wake:
-            self._call(self._collect)
-
-    def post_fault(self, error: TideError) -> None:
-        self._call(self.fail_all, error.what)
-
-    def _call(self, function: Any, *args: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop is closed: nobody is left to be told
-            return
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(self._collect)
 
     def _collect(self) -> None:
         with self._lock:
             events, self._arrived = self._arrived, []
+        # Counted first: what is delivered may be joined with what follows it.
+        tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
         for event in events:
             self._deliver(event)
-        tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
         self._speed.note(tokens, any(answer.growing for answer in self._open.values()), time.monotonic())
 
     def _deliver(self, event: Event) -> None:

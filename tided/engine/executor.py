@@ -70,7 +70,6 @@ class Executor:
     def _admit(self, admission: Admission) -> None:
         if admission.lane in self.lanes:
             raise PairError(f"lane {admission.lane} was given away twice")
-        self.tap.take(admission.lane)
         self.lanes[admission.lane] = Lane(admission.request, self.model.open_lane(admission.lane))
 
     def _swap(self, step: Step) -> None:

@@ -50,10 +50,6 @@ class Model(Protocol):
         """Returns the lane's pages to the pool. The state must not be used again."""
         ...
 
-    def can_grow(self, lanes: Sequence[LaneState], tokens: int) -> bool:
-        """Whether each of the lanes can hold `tokens` more, all at once: ask before a step, which raises otherwise."""
-        ...
-
     def prefill(self, lane: LaneState, token_ids: Tensor, logits: Literal["none", "last", "all"]) -> Tensor | None:
         """Appends `token_ids` [T] int64 to the lane. Returns fp32 logits [1, vocab] ("last"), [T, vocab] ("all")."""
         ...

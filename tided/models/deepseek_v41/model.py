@@ -64,10 +64,6 @@ class DeepseekV41:
     def close_lane(self, lane: LaneState) -> None:
         self.pool.release(_context(lane))
 
-    def can_grow(self, lanes: Sequence[LaneState], tokens: int) -> bool:
-        """Whether each of the lanes can hold `tokens` more, all at once."""
-        return self.pool.can_grow([_context(lane) for lane in lanes], tokens)
-
     def prefill(self, lane: LaneState, token_ids: Tensor, logits: Literal["none", "last", "all"]) -> Tensor | None:
         """See `Model`. Raises UnavailableError when the pool is short, ContextOverflowError past context_tokens, both
         before anything changed; ConfigError for "all" under bounded replay, which does not compute every row."""
