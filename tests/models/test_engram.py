@@ -12,16 +12,19 @@ import pytest
 import torch
 
 from kernels.formats import fp8_rows
+from kernels.numerics import FP32
 from packers.shards import Checkpoint
 from tests.models.random_checkpoint import golden_config
 from tests.models.rig import CPU, GOLDEN
 from tided.errors import DataError, UnavailableError
 from tided.models.deepseek_v41 import engram_rows
 from tided.models.deepseek_v41.config import read_config
-from tided.models.deepseek_v41.engram import _histories
+from tided.models.deepseek_v41.engram import _histories, load_engrams
 from tided.models.deepseek_v41.engram_rows import Table
 from tided.models.deepseek_v41.hashing import layer_hashing
 from tided.models.deepseek_v41.vocabulary import compressed_vocabulary
+from tided.models.deepseek_v41.weights import Weights
+from tided.models.parallel import Alone
 
 PREFIX = "layers.1.engram.embed"
 
@@ -113,6 +116,22 @@ def test_a_cached_row_is_not_read_again(readers):
         asked = table.ask(np.array([rows]))
         assert len(asked.wanted) == read, rows
         asked.take(CPU)
+
+
+def test_the_rows_of_a_decode_step_are_read_beside_each_other(monkeypatch):
+    """Each read waits until twelve are under way: one after the other they would wait for ever."""
+    meeting = threading.Barrier(12, timeout=20)
+    monkeypatch.setattr(engram_rows._Array, "read", lambda self, row, out: meeting.wait())
+    t, checkpoint = read_config(golden_config()).text_config, Checkpoint.open(GOLDEN)
+    vocabulary = compressed_vocabulary(GOLDEN / "tokenizer.json", 512, 416)
+    engrams = load_engrams(checkpoint, Weights(checkpoint, Alone(), CPU), t, vocabulary, 0, FP32)
+    table = engrams.layers[t.engram_layer_ids[0]].table
+    table.ask(np.arange(24).reshape(4, 6)).take(CPU)
+
+
+def test_the_rows_of_a_prompt_are_read_in_few_tasks(readers):
+    table = Table(Checkpoint.open(GOLDEN), PREFIX, 0, readers)
+    assert [len(table.ask(np.arange(rows)[None]).reads) for rows in (1, 24, 320, 1280)] == [1, 12, 16, 20]
 
 
 def test_a_table_that_was_cut_off_is_named(tmp_path, readers):

@@ -13,11 +13,10 @@ from kernels.numerics import Numerics
 from packers.shards import Checkpoint
 from tided.cache.context import Context
 from tided.models.deepseek_v41.config import TextConfig
-from tided.models.deepseek_v41.engram_rows import Asked, Table
+from tided.models.deepseek_v41.engram_rows import READERS, Asked, Table
 from tided.models.deepseek_v41.hashing import Hashing, layer_hashing
 from tided.models.deepseek_v41.weights import Weights
 
-READERS = 4
 Ints = NDArray[np.int64]
 
 

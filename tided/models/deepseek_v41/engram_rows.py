@@ -20,7 +20,11 @@ from packers.shards import Checkpoint, TensorInfo
 from tided.errors import DataError, UnavailableError
 
 READ_TIMEOUT_S = 60.0
-_TASK_ROWS = 64  # rows of one task: a thread's start costs about as much as reading them
+READERS = 16  # threads, of all layers together
+# Rows of one task. Of a prompt's rows, so many that handing them over costs little beside reading them; of a decode
+# step's two dozen, few enough that they are read at once: one after the other they would cost a layer 24 waits for the
+# disk, beside each other two.
+_LEAST_TASK_ROWS, _MOST_TASK_ROWS = 2, 64
 Bytes = NDArray[np.uint8]
 
 
@@ -65,7 +69,8 @@ class Table:
         data: Bytes = np.empty((len(distinct), self.row_bytes), dtype=np.uint8)
         missing = [i for i, row in enumerate(distinct.tolist()) if not self._recall(row, data[i])]
         wanted = [(i, int(distinct[i])) for i in missing]
-        tasks = [wanted[i : i + _TASK_ROWS] for i in range(0, len(wanted), _TASK_ROWS)]
+        size = _task_rows(len(wanted))
+        tasks = [wanted[i : i + size] for i in range(0, len(wanted), size)]
         reads = [self._readers.submit(self._read, task, data) for task in tasks]
         return Asked(self, wanted, data, index.reshape(rows.shape), reads)
 
@@ -91,6 +96,10 @@ class Table:
             out = memoryview(data[i])
             self.weight.read(row, out[: self.weight.row_bytes])
             self.scale.read(row, out[self.weight.row_bytes :])
+
+
+def _task_rows(rows: int) -> int:
+    return min(_MOST_TASK_ROWS, max(_LEAST_TASK_ROWS, -(-rows // READERS)))
 
 
 @dataclass(frozen=True)
