@@ -1,5 +1,6 @@
 """Engram's addresses against the released model's, and its rows against the tables on disk."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -153,9 +154,27 @@ def test_a_disk_that_hangs_is_not_waited_for_without_end(monkeypatch):
     monkeypatch.setattr(engram_rows._Array, "read", lambda self, row, out: stuck.wait(30))
     with ThreadPoolExecutor(1) as readers:
         asked = Table(Checkpoint.open(GOLDEN), PREFIX, 0, readers).ask(np.array([[0]]))
-        with pytest.raises(UnavailableError, match="no Engram rows within"):
+        with pytest.raises(UnavailableError, match="no Engram rows for"):
             asked.take(CPU)
         stuck.set()
+
+
+class Read:
+    """A read that is done `seconds` after the one before it."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def result(self, timeout):
+        if self.seconds > timeout:
+            raise TimeoutError
+
+
+def test_a_slow_disk_is_waited_for_as_long_as_it_gives_rows(readers):
+    asked = Table(Checkpoint.open(GOLDEN), PREFIX, 0, readers).ask(np.array([[0]]))
+    dataclasses.replace(asked, reads=[*asked.reads, Read(50), Read(50)]).take(CPU)
+    with pytest.raises(UnavailableError, match="no Engram rows for 60 s"):
+        dataclasses.replace(asked, reads=[Read(50), Read(70)]).take(CPU)
 
 
 def test_a_disk_error_is_named(monkeypatch, readers):

@@ -7,7 +7,7 @@ the reads run in a few threads beside the layers in between. Rows read lately st
 import os
 import weakref
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from kernels.formats import fp8_rows
 from packers.shards import Checkpoint, TensorInfo
 from tided.errors import DataError, UnavailableError
 
-READ_TIMEOUT_S = 60.0
+READ_TIMEOUT_S = 60.0  # for the task that has waited longest: a prompt's thousands may take longer together
 READERS = 16  # threads, of all layers together
 # Rows of one task. Of a prompt's rows, so many that handing them over costs little beside reading them; of a decode
 # step's two dozen, few enough that they are read at once: one after the other they would cost a layer 24 waits for the
@@ -116,10 +116,11 @@ class Asked:
     def take(self, device: torch.device) -> Tensor:
         """-> fp32 [T, columns * dim], dequantised. Raises DataError if a read failed, UnavailableError if one
         hangs."""
-        if wait(self.reads, timeout=READ_TIMEOUT_S).not_done:
-            raise UnavailableError(f"the disk gave no Engram rows within {READ_TIMEOUT_S:.0f} s")
-        for read in self.reads:
-            read.result()
+        try:
+            for read in self.reads:
+                read.result(READ_TIMEOUT_S)  # begun in this order: it runs by now, or is done
+        except TimeoutError as e:
+            raise UnavailableError(f"the disk gave no Engram rows for {READ_TIMEOUT_S:.0f} s") from e
         for i, row in self.wanted:
             self.table.remember(row, self.data[i])
         rows, dim = torch.from_numpy(self.data[self.index.reshape(-1)]), self.table.weight.row_bytes
