@@ -28,6 +28,7 @@ from tided.models.deepseek_v41.weights import Weights
 from tided.models.parallel import Alone
 
 PREFIX = "layers.1.engram.embed"
+PLACE_BYTES = 16  # of a cached row, beside the row itself
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def whole_table():
 
 @pytest.mark.parametrize("cached_rows", [0, 7, 5000])
 def test_rows_from_disk_and_from_the_cache(readers, cached_rows):
-    table = Table(Checkpoint.open(GOLDEN), PREFIX, cached_rows * 66, readers)
+    table = Table(Checkpoint.open(GOLDEN), PREFIX, cached_rows * (66 + PLACE_BYTES), readers)
     expected = whole_table()
     rng = np.random.default_rng(0)
     for _ in range(5):
@@ -112,7 +113,7 @@ def test_rows_from_disk_and_from_the_cache(readers, cached_rows):
 
 
 def test_a_cached_row_is_not_read_again(readers):
-    table = Table(Checkpoint.open(GOLDEN), PREFIX, 3 * 66, readers)
+    table = Table(Checkpoint.open(GOLDEN), PREFIX, 3 * (66 + PLACE_BYTES), readers)
     for rows, read in (([1, 2, 3], 3), ([1], 0), ([4], 1), ([1, 3], 0), ([2], 1)):
         asked = table.ask(np.array([rows]))
         assert len(asked.wanted) == read, rows

@@ -6,18 +6,17 @@ the reads run in a few threads beside the layers in between. Rows read lately st
 
 import os
 import weakref
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.formats import fp8_rows
 from packers.shards import Checkpoint, TensorInfo
 from tided.errors import DataError, UnavailableError
+from tided.models.deepseek_v41.row_cache import Bytes, Ints, RowCache
 
 READ_TIMEOUT_S = 60.0  # for the task that has waited longest: a prompt's thousands may take longer together
 READERS = 16  # threads, of all layers together
@@ -25,7 +24,6 @@ READERS = 16  # threads, of all layers together
 # step's two dozen, few enough that they are read at once: one after the other they would cost a layer 24 waits for the
 # disk, beside each other two.
 _LEAST_TASK_ROWS, _MOST_TASK_ROWS = 2, 64
-Bytes = NDArray[np.uint8]
 
 
 class _Array:
@@ -58,41 +56,25 @@ class Table:
         except OSError as e:
             raise DataError(f"cannot be opened: {e.strerror}", where=str(e.filename)) from e
         self.row_bytes = self.weight.row_bytes + self.scale.row_bytes
-        self.cached_rows = cache_bytes // self.row_bytes
-        self._cache: Bytes = np.empty((self.cached_rows, self.row_bytes), dtype=np.uint8)
-        self._place_of: OrderedDict[int, int] = OrderedDict()  # row -> place in the cache, least recently used first
+        self._cache = RowCache(cache_bytes, self.row_bytes)
         self._readers = readers
 
-    def ask(self, rows: NDArray[np.int64]) -> "Asked":
+    def ask(self, rows: Ints) -> "Asked":
         """rows [T, columns]. Cached rows are copied now, the others are read beside the caller."""
         distinct, index = np.unique(rows, return_inverse=True)
         data: Bytes = np.empty((len(distinct), self.row_bytes), dtype=np.uint8)
-        missing = [i for i, row in enumerate(distinct.tolist()) if not self._recall(row, data[i])]
-        wanted = [(i, int(distinct[i])) for i in missing]
+        wanted = np.flatnonzero(~self._cache.recall(distinct, data))
         size = _task_rows(len(wanted))
         tasks = [wanted[i : i + size] for i in range(0, len(wanted), size)]
-        reads = [self._readers.submit(self._read, task, data) for task in tasks]
-        return Asked(self, wanted, data, index.reshape(rows.shape), reads)
+        reads = [self._readers.submit(self._read, distinct[task], task, data) for task in tasks]
+        return Asked(self, distinct, wanted, data, index.reshape(rows.shape), reads)
 
-    def remember(self, row: int, data: Bytes) -> None:
-        """Keeps a row that was read, in place of the least recently used one when the cache is full."""
-        if not self.cached_rows or row in self._place_of:
-            return
-        full = len(self._place_of) == self.cached_rows
-        place = self._place_of.popitem(last=False)[1] if full else len(self._place_of)
-        self._cache[place] = data
-        self._place_of[row] = place
+    def remember(self, rows: Ints, data: Bytes) -> None:
+        """Keeps rows that were read, [n], as data [n, row bytes]."""
+        self._cache.remember(rows, data)
 
-    def _recall(self, row: int, out: Bytes) -> bool:
-        place = self._place_of.get(row)
-        if place is None:
-            return False
-        self._place_of.move_to_end(row)
-        out[:] = self._cache[place]
-        return True
-
-    def _read(self, task: list[tuple[int, int]], data: Bytes) -> None:
-        for i, row in task:
+    def _read(self, rows: Ints, places: Ints, data: Bytes) -> None:
+        for row, i in zip(rows.tolist(), places.tolist(), strict=True):
             out = memoryview(data[i])
             self.weight.read(row, out[: self.weight.row_bytes])
             self.scale.read(row, out[self.weight.row_bytes :])
@@ -105,12 +87,13 @@ def _task_rows(rows: int) -> int:
 @dataclass(frozen=True)
 class Asked:
     """Rows asked for, perhaps not read yet: `index` [T, columns] points into `data` [distinct rows, row bytes];
-    `wanted` are those being read, as (place in data, row)."""
+    `wanted` are the places in data of those being read."""
 
     table: Table
-    wanted: list[tuple[int, int]]
+    distinct: Ints
+    wanted: Ints
     data: Bytes
-    index: NDArray[np.int64]
+    index: Ints
     reads: list[Future[None]]
 
     def take(self, device: torch.device) -> Tensor:
@@ -121,8 +104,7 @@ class Asked:
                 read.result(READ_TIMEOUT_S)  # begun in this order: it runs by now, or is done
         except TimeoutError as e:
             raise UnavailableError(f"the disk gave no Engram rows for {READ_TIMEOUT_S:.0f} s") from e
-        for i, row in self.wanted:
-            self.table.remember(row, self.data[i])
+        self.table.remember(self.distinct[self.wanted], self.data[self.wanted])
         rows, dim = torch.from_numpy(self.data[self.index.reshape(-1)]), self.table.weight.row_bytes
         weight = rows[:, :dim].contiguous().view(torch.float8_e4m3fn)
         return fp8_rows(weight, rows[:, dim:].contiguous()).view(len(self.index), -1).to(device)
