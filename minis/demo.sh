@@ -6,5 +6,9 @@ export TIDE_STATE_DIR=${TIDE_STATE_DIR:-$PWD/build/demo}
 tidectl=.venv/bin/tidectl
 "$tidectl" start mini-deepseek
 trap '"$tidectl" stop' EXIT
-"$tidectl" chat "${QUESTION:-Tell me about Japan.}"
+for question in "${QUESTION:-Tell me about Japan.}" "What is the capital of Norway?"; do
+  printf '\n> %s\n' "$question"
+  "$tidectl" chat --temperature 0 "$question"
+done
+printf '\n'
 "$tidectl" status
