@@ -20,7 +20,7 @@ def fp8_blocks(weight: Tensor, scale: Tensor) -> Tensor:
     """weight [N, K] e4m3, scale [ceil(N/32), ceil(K/32)] UE8M0 -> fp32 [N, K]."""
     rows, columns = weight.shape
     spread = e8m0(scale).repeat_interleave(GROUP, 0)[:rows].repeat_interleave(GROUP, 1)[:, :columns]
-    return weight.to(torch.float32) * spread
+    return weight.to(torch.float32, memory_format=torch.contiguous_format).mul_(spread)
 
 
 def fp8_rows(weight: Tensor, scale: Tensor) -> Tensor:

@@ -102,6 +102,11 @@ class Checkpoint:
             raw = raw.clone()
         return raw.view(dtype).view(info.shape)
 
+    def unmap(self) -> None:
+        """Lets go of the mapped files, and so of the memory of what was read. A tensor in use keeps its own file; a
+        later `read` maps anew."""
+        self._maps.clear()
+
     def identity(self) -> str:
         """A stable name of the content, quick for any size. sha256 over
 

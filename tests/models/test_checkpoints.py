@@ -1,17 +1,21 @@
 """What is refused: checkpoints, configurations and settings that do not fit, each by name."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.formats import fp8_blocks
 from packers.shards import Checkpoint
 from tests.models.random_checkpoint import golden_config, released_config, write_checkpoint
 from tests.models.rig import CPU, GOLDEN, full_bank, load_model, settings
 from tided.errors import ConfigError, ContextOverflowError, DataError, TensorError, UnavailableError
+from tided.models.deepseek_v41 import weights
 from tided.models.deepseek_v41.config import read_config
 from tided.models.deepseek_v41.names import expected_tensors
+from tided.models.deepseek_v41.weights import Weights
 from tided.models.families import family_of
 from tided.models.parallel import Alone
 
@@ -35,6 +39,26 @@ def altered(tmp_path):
         return path
 
     return write
+
+
+def test_a_loaded_model_holds_no_file_in_memory(altered):
+    path = altered(lambda tensors: None)
+    model = load_as_it_is(path)
+    assert model.shape.vocab_size == 512
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_share_of_an_fp8_tensor_is_cut_before_it_is_computed(monkeypatch):
+    seen = []
+    monkeypatch.setattr(weights, "fp8_blocks", lambda w, s: seen.append((w.shape, s.shape)) or fp8_blocks(w, s))
+    reader = Weights(Checkpoint.open(GOLDEN), Alone(), CPU, "layers.0.attn.")
+    whole = reader.fp8("wq_b")
+    assert torch.equal(reader.fp8("wq_b", rows=slice(64, 128)), whole[64:128])
+    assert torch.equal(reader.fp8("wq_b", columns=slice(32, 64)), whole[:, 32:64])
+    n, k = whole.shape
+    assert seen == [((n, k), (n // 32, k // 32)), ((64, k), (2, k // 32)), ((n, 32), (n // 32, 1))]
+    with pytest.raises(ValueError, match="48 to 96 cuts through a block"):
+        reader.fp8("wq_b", rows=slice(48, 96))
 
 
 def test_inventory_matches_the_golden_checkpoint():

@@ -46,6 +46,23 @@ def test_reading_copies_nothing_and_writing_reaches_no_file(tmp_path):
     assert (tmp_path / "a.safetensors").read_bytes() == before
 
 
+def mapped(directory):
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if str(directory) in line}
+
+
+def test_unmapping_keeps_what_is_in_use(tmp_path):
+    checkpoint = Checkpoint.open(small(tmp_path))
+    one = checkpoint.read("one")
+    before = as_bytes(one)
+    assert mapped(tmp_path)
+    checkpoint.unmap()
+    assert mapped(tmp_path)
+    assert as_bytes(one) == before
+    del one
+    assert not mapped(tmp_path)
+    assert as_bytes(checkpoint.read("one")) == before
+
+
 def test_headers_are_read_without_torch():
     code = f"""
 import sys

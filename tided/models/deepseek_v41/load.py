@@ -54,7 +54,7 @@ def load(
     vocabulary = compressed_vocabulary(checkpoint.path / "tokenizer.json", t.vocab_size, t.engram_compressed_vocab_size)
     cache_bytes = settings.model.engram_cache_bytes
     columns, rows = weights.cut(t.hidden_size), weights.cut(t.vocab_size)
-    return DeepseekV41(
+    model = DeepseekV41(
         shape_of(config),
         settings.cache.context_tokens,
         embed=checkpoint.read("embed.weight")[:, columns].to(device).clone(memory_format=torch.contiguous_format),
@@ -73,6 +73,8 @@ def load(
         group=group,
         numerics=numerics,
     )
+    checkpoint.unmap()
+    return model
 
 
 def _load_block(

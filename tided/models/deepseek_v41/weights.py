@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.formats import fp8_blocks
+from kernels.formats import GROUP, fp8_blocks
 from packers.shards import Checkpoint
 from tided.models.parallel import Group, share
 
@@ -28,15 +28,20 @@ class Weights:
         return share(length, self.group)
 
     def plain(self, name: str, rows: slice = ALL) -> Tensor:
-        """A BF16 or F32 tensor as fp32; `rows` of its first dimension."""
-        return self._owned(self.checkpoint.read(self.prefix + name)[rows].to(torch.float32))
+        """A BF16 or F32 tensor as fp32; `rows` of its first dimension. A copy: a view would hold the mapped file."""
+        return self.checkpoint.read(self.prefix + name)[rows].to(self.device, torch.float32, copy=True)
 
     def fp8(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """`name`.weight times its block scales, exactly, as fp32."""
-        weight = self.checkpoint.read(f"{self.prefix}{name}.weight")
-        scale = self.checkpoint.read(f"{self.prefix}{name}.scale")
-        return self._owned(fp8_blocks(weight, scale)[rows, columns])
+        """`name`.weight times its block scales, exactly, as fp32. Cut first: only the rank's share is computed, and
+        only its pages are read. Raises ValueError for a cut through a block."""
+        weight = self.checkpoint.read(f"{self.prefix}{name}.weight")[rows, columns]
+        scale = self.checkpoint.read(f"{self.prefix}{name}.scale")[_blocks(rows), _blocks(columns)]
+        return fp8_blocks(weight, scale).to(self.device)
 
-    def _owned(self, tensor: Tensor) -> Tensor:
-        """Contiguous and apart from the mapped file, whose pages may then be dropped."""
-        return tensor.to(self.device).clone(memory_format=torch.contiguous_format)
+
+def _blocks(part: slice) -> slice:
+    if part == ALL:
+        return ALL
+    if part.start % GROUP or part.stop % GROUP:
+        raise ValueError(f"{part.start} to {part.stop} cuts through a block of {GROUP}")
+    return slice(part.start // GROUP, part.stop // GROUP)
