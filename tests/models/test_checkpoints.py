@@ -27,6 +27,10 @@ def load_as_it_is(path):
     return family_of(checkpoint.config).load(checkpoint, settings(path), Alone(), bank, CPU)
 
 
+def yarn(**changes):
+    return {"rope_scaling": golden_config()["text_config"]["rope_scaling"] | changes}
+
+
 @pytest.fixture
 def altered(tmp_path):
     """Writes the golden model's tensors with some changed."""
@@ -122,6 +126,20 @@ def test_a_tensor_of_another_dtype(altered):
         ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         ({"o_groups": 3}, "o_groups must divide"),
         ({"swiglu_limit": 0.0}, "swiglu_limit must be positive"),
+        ({"rms_norm_eps": 0.0, "hc_eps": -1e-6}, "rms_norm_eps, hc_eps must be positive"),
+        ({"routed_scaling_factor": -1.5}, "routed_scaling_factor must be positive"),
+        ({"rope_theta": 1}, "rope_theta must be above 1"),
+        ({"compress_rope_theta": 1.0}, "compress_rope_theta must be above 1"),
+        ({"compress_rope_theta": math.nan}, "compress_rope_theta must be above 1"),
+        ({"engram_max_ngram_size": 1}, "engram_max_ngram_size must be 2 to 8"),
+        ({"engram_max_ngram_size": 9}, "engram_max_ngram_size must be 2 to 8"),
+        ({"engram_n_heads": 10**6}, "engram_n_heads must be at most 64"),
+        (yarn(factor=0.5), "factor must be at least 1"),
+        (yarn(factor=math.inf), "factor must be at least 1"),
+        (yarn(beta_fast=0), "beta_slow and beta_fast must be positive and rise"),
+        (yarn(beta_slow=0), "beta_slow and beta_fast must be positive and rise"),
+        (yarn(beta_slow=32), "beta_slow and beta_fast must be positive and rise"),
+        (yarn(original_max_position_embeddings=0), "original_max_position_embeddings must be at least 1"),
     ],
 )
 def test_an_impossible_configuration(change, message):

@@ -9,6 +9,7 @@ from kernels.rope import Yarn
 from tided.errors import DataError
 
 WHERE = "config.json"
+MAX_NGRAM, MAX_ENGRAM_HEADS = 8, 64  # a token looks up a row of each size and head, each with a prime to be found
 
 
 class RopeScaling(msgspec.Struct, frozen=True):
@@ -158,7 +159,27 @@ def _rules(config: Config) -> list[tuple[bool, str]]:
     ]
     if bad_sizes:
         return rules
-    return rules + _shape_rules(t) + _layer_rules(t)
+    return rules + _number_rules(t) + _shape_rules(t) + _layer_rules(t)
+
+
+def _number_rules(t: TextConfig) -> list[tuple[bool, str]]:
+    """Numbers that the arithmetic divides by, takes the logarithm of, or counts up to."""
+    r = t.rope_scaling
+    positive = [
+        f
+        for f in ("rms_norm_eps", "hc_eps", "routed_scaling_factor", "swiglu_limit")
+        if not 0 < getattr(t, f) < math.inf
+    ]
+    turning = [f for f in ("rope_theta", "compress_rope_theta") if not 1 < getattr(t, f) < math.inf]
+    return [
+        (not positive, f"{', '.join(positive)} must be positive"),
+        (not turning, f"{', '.join(turning)} must be above 1"),
+        (1 <= r.factor < math.inf, "rope_scaling.factor must be at least 1"),
+        (0 < r.beta_slow < r.beta_fast < math.inf, "rope_scaling.beta_slow and beta_fast must be positive and rise"),
+        (r.original_max_position_embeddings >= 1, "rope_scaling.original_max_position_embeddings must be at least 1"),
+        (2 <= t.engram_max_ngram_size <= MAX_NGRAM, f"engram_max_ngram_size must be 2 to {MAX_NGRAM}"),
+        (t.engram_n_heads <= MAX_ENGRAM_HEADS, f"engram_n_heads must be at most {MAX_ENGRAM_HEADS}"),
+    ]
 
 
 def _shape_rules(t: TextConfig) -> list[tuple[bool, str]]:
@@ -170,7 +191,6 @@ def _shape_rules(t: TextConfig) -> list[tuple[bool, str]]:
         (t.num_attention_heads % t.o_groups == 0, "o_groups must divide num_attention_heads"),
         (t.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even"),
         (t.qk_rope_head_dim <= min(t.head_dim, t.index_head_dim), "qk_rope_head_dim exceeds a head"),
-        (math.isfinite(t.swiglu_limit) and t.swiglu_limit > 0, "swiglu_limit must be positive"),
         (0 <= t.engram_pad_token_id < t.vocab_size, "engram_pad_token_id is not in the vocabulary"),
     ]
 
