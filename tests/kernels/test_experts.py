@@ -106,6 +106,16 @@ def test_an_absent_expert_is_substituted_by_the_best_routable():
     assert got.wanted_scores[0].tolist() == pytest.approx([0.5, 0.4])
 
 
+def test_the_bias_chooses_a_substitute_and_does_not_weigh():
+    score, bias = torch.tensor([[0.5, 0.4, 0.3, 0.2]]), torch.tensor([0.0, 0.0, 0.3, 0.0])
+    got = router.route(score, bias, torch.tensor([True, False, True, True]), 2, 1.5)
+    assert (got.wanted.tolist(), got.missed.tolist()) == ([[2, 0]], [[False, False]])
+    got = router.route(score, bias, torch.tensor([False, True, True, True]), 2, 1.5)
+    assert (got.ids.tolist(), got.missed.tolist()) == ([[2, 1]], [[False, True]])
+    torch.testing.assert_close(got.weights, torch.tensor([[0.3, 0.4]]) / 0.7 * 1.5)
+    torch.testing.assert_close(got.wanted_weights, torch.tensor([[0.3, 0.5]]) / 0.8)
+
+
 def test_too_few_routable_experts():
     with pytest.raises(ValueError, match="1 routable experts, the router needs 2"):
         router.route(torch.ones(1, 3), torch.zeros(3), torch.tensor([False, True, False]), 2, 1.0)
