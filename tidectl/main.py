@@ -253,6 +253,46 @@ def logits(
 
 
 @app.command()
+def pack(
+    profile: Annotated[
+        str | None, typer.Argument(metavar="PROFILE", autocompletion=profile_names, help=PROFILE_HELP)
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A checkpoint instead of a profile; needs --ranks and --out.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=64, help="Ranks that share an expert.  [default: the profile's]"),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(metavar="RANK", min=0, help="Only the pack of this rank.  [default: of all]")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the packs go.  [default: the profile's experts.pack_dir]"),
+    ] = None,
+    verify: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Read a pack and check every byte; nothing is written.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write the routed experts of a checkpoint as packs, one file a rank.
+
+    From a pack an expert is one read of its rank's share alone. A profile uses packs with experts.source = "pack" and
+    experts.pack_dir. What is ended goes on where it stopped when it is run again; a pack that is there stays.
+
+    \b
+      tidectl pack ds41-mxfp4 --out /var/lib/tidelm/packs
+      tidectl pack ds41-mxfp4 --rank 1 --out /var/lib/tidelm/packs
+      tidectl pack --verify /var/lib/tidelm/packs/experts-rank-0-of-2.mxfp4
+    """
+    from tidectl import pack, profiles
+
+    source = profiles.find(profile) if profile else None
+    pack.run(source, checkpoint, verify, pack.Options(ranks, rank, out), json)
+
+
+@app.command()
 def version(json: Json = False) -> None:
     """Show the versions of TideLM and of what it computes with."""
     from tidectl import about

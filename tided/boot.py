@@ -164,7 +164,7 @@ def _built(opened: OpenedModel, rank: int, pairs: Sequence[Pair], loop: LoopSide
         with _phase("model", loop):
             built = build_rank(opened, group, pairs, _Reporter(loop))
         log.info("residents: %d experts, %d MB of slots", len(pairs), built.bank.slots.nbytes >> 20)
-        with closing(built.source):
+        with closing(built.reads):
             yield built
 
 

@@ -55,13 +55,12 @@ class Model(Section, frozen=True):
 class Experts(Section, frozen=True):
     resident: Annotated[int, _doc("numbers", "Routed experts kept in memory, over all layers.", ge=1)]
     spare_slots: Annotated[int, _doc("numbers", "Slots beside the residents into which swaps are read.", ge=1)] = 32
-    verify_reads: Annotated[
-        bool, _doc("node", "Check each record read from a pack against its checksum.", built=False)
-    ] = False
-    source: Annotated[
-        Literal["checkpoint", "pack"], _doc("node", "Where expert records are read from.", built=False)
-    ] = "checkpoint"
-    read_threads: Annotated[int, _doc("node", "Parallel readers while the residents are loaded.", ge=1, le=256)] = 4
+    verify_reads: Annotated[bool, _doc("node", "Check each record read from a pack against its checksum.")] = False
+    source: Annotated[Literal["checkpoint", "pack"], _doc("node", "Where expert records are read from.")] = "checkpoint"
+    pack_dir: Annotated[str, _doc("node", "Directory of the packs that `tidectl pack` writes.", path=True)] = ""
+    read_threads: Annotated[
+        int, _doc("node", "Most expert reads in flight; a start measures how many the disk gains from.", ge=1, le=256)
+    ] = 4
 
 
 class Tide(Section, frozen=True):

@@ -49,11 +49,9 @@ def test_a_wrong_profile(profile, tmp_path):
 
 
 def test_a_setting_that_this_build_does_not_act_on(profile, tmp_path):
-    code, words = tided(
-        edited(profile, "spare_slots = 4", "spare_slots = 4\nverify_reads = true"), 0, tmp_path / "state"
-    )
+    code, words = tided(edited(profile, "[cache]", "[cache]\nprefix_ram_bytes = 1"), 0, tmp_path / "state")
     assert code == 78
-    assert "experts.verify_reads" in words
+    assert "cache.prefix_ram_bytes" in words
 
 
 def test_a_missing_checkpoint(profile, checkpoint, tmp_path):

@@ -1,12 +1,18 @@
 """A rank is refused in a second or built whole."""
 
+import shutil
+
 import pytest
+import torch
 from msgspec.structs import replace
 from real_pair import GOLDEN, opened
 
 from tided.engine.build import build_rank, open_model, scheduler_limits
-from tided.engine.offline import first_pairs, settings_of
-from tided.errors import ConfigError, PairError
+from tided.engine.offline import first_pairs, settings_of, teacher_forced
+from tided.engine.packing import pack_checkpoint
+from tided.errors import ConfigError, DataError, PairError
+from tided.experts.io import Priority
+from tided.experts.pack import PackSource
 from tided.models.parallel import Alone
 from tided.settings import Cache, Engine, Experts, Tide
 
@@ -62,3 +68,50 @@ def test_the_scheduler_gets_every_limit_from_the_profile():
     limits = scheduler_limits(settings)
     assert (limits.lanes, limits.queue, limits.context_tokens, limits.pool_tokens) == (3, 7, 100, 300)
     assert (limits.page_tokens, limits.chunk_tokens, limits.swaps, limits.guard_every_steps) == (128, 512, 5, 11)
+
+
+def from_packs(directory, verify=False):
+    model = opened(resident=40)
+    experts = replace(model.settings.experts, source="pack", pack_dir=str(directory), verify_reads=verify)
+    return open_model(replace(model.settings, experts=experts))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_rank_from_a_pack_computes_the_same_bits_as_one_from_the_checkpoint(tmp_path, verify):
+    pack_checkpoint(GOLDEN, 1, None, tmp_path, lambda done, total: None)
+    ids, logits = torch.arange(24), []
+    for model in (opened(resident=40), from_packs(tmp_path, verify)):
+        rank = build_rank(model, Alone(), first_pairs(model), lambda *_: None)
+        assert isinstance(rank.reads.source, PackSource) == (model.settings.experts.source == "pack")
+        assert rank.reads.io.counts[Priority.SWAP].reads == 40
+        assert rank.reads.source.stats.records == 40
+        logits.append(teacher_forced(rank.model, ids, 4, 16))
+        rank.reads.close()
+    assert torch.equal(*logits)
+
+
+def test_verify_reads_refuses_a_pack_with_a_flipped_byte_at_the_start(tmp_path):
+    [path] = pack_checkpoint(GOLDEN, 1, None, tmp_path, lambda done, total: None)
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 1
+    path.write_bytes(data)
+    model = from_packs(tmp_path, verify=True)
+    with pytest.raises(DataError, match=rf"{path.name}:\d+: expert 7 of layer 9 is damaged"):
+        build_rank(model, Alone(), damaged_pairs(), lambda *_: None)
+
+
+def damaged_pairs():
+    """40 pairs, the last expert of the last layer among them."""
+    return [(layer, expert) for layer in range(10) for expert in range(4, 8)]
+
+
+def test_a_pack_of_another_checkpoint_is_refused(tmp_path):
+    [path] = pack_checkpoint(GOLDEN, 1, None, tmp_path / "packs", lambda done, total: None)
+    copy = tmp_path / "copy"
+    shutil.copytree(GOLDEN, copy)
+    config = copy / "config.json"
+    config.write_text(config.read_text().replace("{", '{"_name_or_path": "x",', 1))
+    model = from_packs(path.parent)
+    other = open_model(replace(model.settings, model=replace(model.settings.model, path=str(copy))))
+    with pytest.raises(DataError, match="is a pack of another checkpoint"):
+        build_rank(other, Alone(), first_pairs(other), lambda *_: None)

@@ -10,6 +10,7 @@ from kernels.record import ExpertRecord
 from packers.shards import Checkpoint
 from tided.errors import DataError
 from tided.experts.arena import Arena, Pair
+from tided.experts.io import Depths, IoScheduler
 from tided.experts.residents import Residents
 from tided.experts.tables import RoutingTables
 
@@ -57,8 +58,8 @@ def record_of(layer: int, expert: int) -> bytes:
 def fake_residents(
     layers: int, experts: int, top_k: int, resident: int, spare: int, source: FakeSource, read_threads: int = 1
 ) -> Residents:
-    arena = Arena(RECORD, resident, spare, CPU)
-    return Residents(arena, RoutingTables(layers, experts, CPU), source, layers, experts, top_k, read_threads)
+    arena, io = Arena(RECORD, resident, spare, CPU), IoScheduler(source, Depths(read_threads, 1))
+    return Residents(arena, RoutingTables(layers, experts, CPU), io, layers, experts, top_k)
 
 
 def quiet(done: int, total: int) -> None:

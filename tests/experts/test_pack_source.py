@@ -13,6 +13,7 @@ from packers.mxfp4 import cut, file_name, header_of
 from packers.pack import pack
 from tided.errors import DataError
 from tided.experts.arena import Arena
+from tided.experts.io import Depths, IoScheduler
 from tided.experts.pack import PackSource
 from tided.experts.residents import Residents
 from tided.experts.source import CheckpointSource
@@ -101,7 +102,7 @@ def test_residents_filled_from_a_pack_hold_what_those_from_the_shards_hold(packs
         CheckpointSource(golden(), expert_names, golden_record(2), 1),
     ):
         arena, tables = Arena(golden_record(2), 40, 2, torch.device("cpu")), RoutingTables(LAYERS, EXPERTS, "cpu")
-        residents = Residents(arena, tables, source, LAYERS, EXPERTS, TOP_K)
+        residents = Residents(arena, tables, IoScheduler(source, Depths(3, 1)), LAYERS, EXPERTS, TOP_K)
         residents.fill(first(LAYERS, 4), quiet)
         arenas.append({pair: bytes(arena.data[slot].numpy()) for pair, slot in arena.directory.items()})
     assert arenas[0] == arenas[1]

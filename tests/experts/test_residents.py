@@ -27,6 +27,7 @@ import tided.experts.residents as residents_module
 from kernels.formats import fp4_rows
 from tided.errors import DataError, PairError
 from tided.experts.arena import Arena
+from tided.experts.io import Depths, IoScheduler
 from tided.experts.residents import Residents, mask_hash
 from tided.experts.source import CheckpointSource
 from tided.experts.tables import RoutingTables
@@ -68,7 +69,8 @@ def test_a_checkpoints_experts_lie_in_their_slots_on_both_ranks():
         record = golden_record(2)
         source = CheckpointSource(golden(), expert_names, record, rank)
         tables = RoutingTables(LAYERS, EXPERTS, CPU)
-        residents = Residents(Arena(record, 40, 2, CPU), tables, source, LAYERS, EXPERTS, TOP_K, read_threads=2)
+        io = IoScheduler(source, Depths(2, 1))
+        residents = Residents(Arena(record, 40, 2, CPU), tables, io, LAYERS, EXPERTS, TOP_K)
         residents.fill(pairs, quiet)
         residents.apply([((9, 0), (9, 7)), ((0, 3), (5, 4))])
         residents.check_integrity()
@@ -152,7 +154,7 @@ def test_a_disk_that_never_answers_is_an_error_not_a_hang(monkeypatch):
     before = state(residents)
     source.holds = holds
     try:
-        with pytest.raises(PairError, match="no expert could be read"):
+        with pytest.raises(PairError, match="was not read within"):
             residents.apply(SWAPS)
         assert state(residents) == before
     finally:
@@ -321,7 +323,7 @@ def test_the_arenas_check_can_fail(damage):
 def test_records_reach_the_memory_of_the_gpu():
     device = torch.device("cuda")
     tables = RoutingTables(3, 8, device)
-    residents = Residents(Arena(RECORD, 12, 4, device), tables, FakeSource(), 3, 8, 2, read_threads=3)
+    residents = Residents(Arena(RECORD, 12, 4, device), tables, IoScheduler(FakeSource(), Depths(3, 1)), 3, 8, 2)
     residents.fill(first(3, 4), quiet)
     residents.apply(SWAPS)
     residents.check_integrity()

@@ -21,6 +21,7 @@ class Set(RuleBasedStateMachine):
         self._start(first(LAYERS, EACH), read_threads)
 
     def _start(self, pairs, read_threads):
+        self.teardown()
         self.source = FakeSource()
         self.residents = fake_residents(LAYERS, EXPERTS, TOP_K, LAYERS * EACH, SPARE, self.source, read_threads)
         self.residents.fill(pairs, quiet)
@@ -60,6 +61,10 @@ class Set(RuleBasedStateMachine):
             self.residents.apply([(out, data.draw(st.sampled_from(absent)))])
         assert self.residents.pairs == sorted(self.expected)
         self._start(sorted(self.expected), 1)
+
+    def teardown(self):
+        if hasattr(self, "residents"):
+            self.residents._io.close()
 
     def _apply(self, swaps, after):
         try:

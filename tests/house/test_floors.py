@@ -39,7 +39,8 @@ FLOORS: dict[str, set[str]] = {
     "tided.daemon": {"tided.life", "tided.control", "tided.profile"},
     # A daemon is reached by its files, its socket or HTTP; the offline command computes without one.
     "tidectl": {
-        "packers", "tided.profile", "tided.control.state", "tided.control.files", "tided.engine.offline", "tided.chat",
+        "packers", "tided.profile", "tided.control.state", "tided.control.files", "tided.engine.offline",
+        "tided.engine.packing", "tided.chat",
     },
 }  # fmt: skip
 

@@ -72,13 +72,13 @@ FILE:7:2: error: missing key 'experts.resident'
 FILE:8:1: error: unknown key 'experts.residents'
  8 | residents = 312
    | ^^^^^^^^^
-   = rule: [experts] has the keys resident, spare_slots, verify_reads, source, read_threads
+   = rule: [experts] has the keys resident, spare_slots, verify_reads, source, pack_dir, read_threads
    = help: did you mean 'resident'?
 
 FILE:9:16: error: 'experts.read_threads' must be an integer from 1 to 256, not the string "4"
  9 | read_threads = "4"
    |                ^^^
-   = rule: experts.read_threads: Parallel readers while the residents are loaded.
+   = rule: experts.read_threads: Most expert reads in flight; a start measures how many the disk gains from.
 
 FILE:13:1: error: a pool of 4096 tokens cannot hold one request of 8192 tokens
  13 | pool_tokens = 4096
@@ -256,6 +256,21 @@ RULES: list[tuple[str, Literal["error", "note"], str]] = [
     ("[server]\napi_keys_file = 'no.txt'", "error", "there is no file "),
     ("[server]\nhost = '0.0.0.0'", "note", "anyone who reaches 0.0.0.0 may ask"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("source = 'pack'", "experts.pack_dir is empty"),
+        ("verify_reads = true", "a checkpoint has no checksums to verify"),
+        ("verify_reads = true\npack_dir = 'packs'", "a checkpoint has no checksums to verify"),
+    ],
+)
+def test_combinations_of_packs_that_cannot_work(profile: Path, keys: str, message: str) -> None:
+    written(profile, VALID.replace("resident = 8", f"resident = 8\n{keys}"))
+    [found] = [problem for problem in check(profile) if problem.severity == "error"]
+    assert message in found.message
+    assert found.source.strip() in keys
 
 
 @pytest.mark.parametrize(("text", "severity", "message"), RULES)

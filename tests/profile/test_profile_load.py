@@ -117,6 +117,20 @@ def test_a_missing_checkpoint_or_seed_is_refused_with_its_path(profile: Path) ->
     assert check(profile) == []
 
 
+def test_missing_packs_are_refused_with_the_command_that_makes_them(profile: Path) -> None:
+    checkpoint(profile.parent / "models" / "a")
+    profile.write_text(VALID.replace("[experts]", "[experts]\nsource = 'pack'\npack_dir = 'packs'"))
+    packs = profile.parent / "packs"
+    for found in (f"{packs} cannot be read as a directory of packs", f"there is no pack of experts in {packs}"):
+        with pytest.raises(DataError) as refused:
+            refuse_missing(load(profile), profile)
+        assert found in str(refused.value)
+        assert f"tidectl pack {profile}" in str(refused.value)
+        packs.mkdir(exist_ok=True)
+    (packs / "experts-rank-0-of-2.mxfp4").write_bytes(b"")
+    refuse_missing(load(profile), profile)
+
+
 @pytest.mark.parametrize(
     ("name", "message"), [("config.json", "no config.json"), ("*.safetensors", "no *.safetensors")]
 )

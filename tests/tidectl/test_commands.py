@@ -21,7 +21,7 @@ from tidectl.main import app
 from tided.errors import NotRunningError, PermissionError_, UnavailableError
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["start", "stop", "restart", "status", "logs", "chat", "logits", "version", "profile"]
+COMMANDS = ["start", "stop", "restart", "status", "logs", "chat", "logits", "pack", "version", "profile"]
 HEAVY = ("torch", "numpy", "triton", "aiohttp", "zmq", "tokenizers", "safetensors", "rich", "msgspec")
 
 

@@ -4,8 +4,10 @@
 takes the memory and the time: arena, dense weights, residents. Between the two the ranks agree on the residents.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,10 +15,14 @@ from kernels.record import ExpertRecord
 from packers.shards import Checkpoint
 from tided.cache.pool import PAGE_TOKENS
 from tided.engine.executor import Executor
+from tided.engine.packing import pack_header
 from tided.engine.scheduler import Limits
 from tided.errors import ConfigError
 from tided.experts.arena import Arena, Pair
 from tided.experts.bank import ExpertBank
+from tided.experts.io import IoScheduler
+from tided.experts.pack import PackSource
+from tided.experts.probe import Curve, choose, measure
 from tided.experts.residents import Residents
 from tided.experts.source import CheckpointSource
 from tided.experts.tables import DemandTap, RoutingTables
@@ -24,6 +30,8 @@ from tided.models.base import Model, ModelShape
 from tided.models.families import Family, family_of
 from tided.models.parallel import Group
 from tided.settings import Settings
+
+log = logging.getLogger("experts")
 
 Progress = Callable[[str, int, int], None]  # (what is loaded, parts done, parts in all)
 
@@ -51,7 +59,7 @@ class Rank:
     model: Model
     bank: ExpertBank
     residents: Residents
-    source: CheckpointSource
+    reads: "ExpertReads"
     executor: Executor
 
 
@@ -75,17 +83,49 @@ def build_rank(opened: OpenedModel, group: Group, pairs: Sequence[Pair], progres
     tap = DemandTap(settings.engine.lanes, shape.moe_layers, shape.experts_per_layer, device)
     arena = Arena(opened.record, settings.experts.resident, settings.experts.spare_slots, device)
     bank = ExpertBank(opened.record, arena.data, tables, tap)
-    source = CheckpointSource(
-        opened.checkpoint, opened.family.expert_names(opened.checkpoint.config), opened.record, group.rank
-    )
-    residents = Residents(
-        arena, tables, source, shape.moe_layers, shape.experts_per_layer, shape.top_k, settings.experts.read_threads
-    )
+    reads = ExpertReads.open(opened, group.rank)
+    residents = Residents(arena, tables, reads.io, shape.moe_layers, shape.experts_per_layer, shape.top_k)
     progress("dense weights", 0, 1)
     model = opened.family.load(opened.checkpoint, settings, group, bank, device)
     progress("dense weights", 1, 1)
     residents.fill(pairs, lambda done, total: progress("experts", done, total))
-    return Rank(opened, model, bank, residents, source, Executor(model, residents, tap))
+    reads.io.set_mode("serve")
+    return Rank(opened, model, bank, residents, reads, Executor(model, residents, tap))
+
+
+@dataclass(frozen=True)
+class ExpertReads:
+    """Where a rank's expert records come from, and who reads them. `curve`: how the disk answered."""
+
+    source: CheckpointSource | PackSource
+    io: IoScheduler
+    curve: Curve
+
+    @classmethod
+    def open(cls, opened: OpenedModel, rank: int) -> "ExpertReads":
+        """Measures the disk. Raises DataError for a pack that is not this checkpoint's, and what a read raises."""
+        source, most = open_source(opened, rank), opened.settings.experts.read_threads
+        try:
+            curve = measure(source, opened.all_pairs, opened.record.slot_bytes, most)
+        except BaseException:
+            source.close()
+            raise
+        depths = choose(curve, most)
+        log.info("expert reads in flight: %d at boot, %d while serving (%s)", depths.deep, depths.background, curve)
+        return cls(source, IoScheduler(source, depths), curve)
+
+    def close(self) -> None:
+        self.io.close()
+        self.source.close()
+
+
+def open_source(opened: OpenedModel, rank: int) -> CheckpointSource | PackSource:
+    """Both give the same bytes; a pack must be that of this checkpoint, this rank and this cut."""
+    checkpoint, experts = opened.checkpoint, opened.settings.experts
+    if experts.source == "pack":
+        expected = pack_header(checkpoint, opened.family, rank, opened.record.ranks)
+        return PackSource(Path(experts.pack_dir), expected, experts.verify_reads)
+    return CheckpointSource(checkpoint, opened.family.expert_names(checkpoint.config), opened.record, rank)
 
 
 def check_budget(settings: Settings, shape: ModelShape) -> None:

@@ -105,7 +105,7 @@ def compute(job: Job, opened: OpenedModel, group: Group, progress: Progress) -> 
         ids = torch.tensor(job.token_ids, dtype=torch.int64, device=job.settings.engine.device)
         return teacher_forced(rank.model, ids, job.decode, job.settings.model.prefill_chunk_tokens)
     finally:
-        rank.source.close()
+        rank.reads.close()
 
 
 @torch.inference_mode()

@@ -6,23 +6,23 @@ swap would route differently from the others, and nobody would notice.
 """
 
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import islice
 
 import numpy as np
 
 from tided.errors import PairError
 from tided.experts.arena import Arena, Pair
-from tided.experts.source import ExpertSource
+from tided.experts.io import IoScheduler, Priority, Ticket
 from tided.experts.tables import RoutingTables
 
 PairSwap = tuple[Pair, Pair]  # (leaves, takes its place)
 Progress = Callable[[int, int], None]  # (records read, records in all)
 
-READ_TIMEOUT_S = 60.0  # without one finished record: the disk is gone
-MAX_QUEUED = 512
+READ_TIMEOUT_S = 60.0  # for the read that has waited longest: the disk is gone
+MAX_QUEUED = 512  # of a first set that is larger than the scheduler's queue
 _U64 = (1 << 64) - 1
 
 
@@ -33,17 +33,15 @@ class Residents:
         self,
         arena: Arena,
         tables: RoutingTables,
-        source: ExpertSource,
+        io: IoScheduler,
         layers: int,
         experts: int,
         top_k: int,
-        read_threads: int = 1,
     ) -> None:
-        self.arena, self.tables, self._source = arena, tables, source
+        self.arena, self.tables, self._io = arena, tables, io
         self.layers, self.experts, self.top_k = layers, experts, top_k
         self.generation = 0  # plans applied since the fill
         self.mask_hash = 0  # xor of the residents' keys, kept up to date at no cost
-        self._pool = ThreadPoolExecutor(read_threads, thread_name_prefix="expert-reader")
         self._failed = False
 
     @property
@@ -130,17 +128,26 @@ class Residents:
         """pair -> taken slot that holds its record. A failure makes the set unusable; its slots stay taken, because a
         read that hangs may still write into its own."""
         jobs = {pair: self.arena.take() for pair in pairs}
+        running = deque[Ticket]()
         try:
-            for done in _finished(self._pool, self._load, jobs):
+            for done in self._landing(jobs, running):
                 progress(done, len(jobs))
         except BaseException:
             self._failed = True
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            for ticket in running:
+                ticket.cancel()
             raise
         return jobs
 
-    def _load(self, pair: Pair, slot: int) -> None:
-        self.arena.load(slot, lambda out: self._source.read(*pair, out))
+    def _landing(self, jobs: Mapping[Pair, int], running: deque[Ticket]) -> Iterator[int]:
+        """Reads every job into its slot, few of them queued at a time; yields how many are there."""
+        waiting = iter(jobs.items())
+        for done in range(1, len(jobs) + 1):
+            for pair, slot in islice(waiting, MAX_QUEUED - len(running)):
+                running.append(self._io.submit(Priority.SWAP, *pair, partial(self.arena.load, slot)))
+            running[0].wait(READ_TIMEOUT_S)
+            running.popleft()
+            yield done
 
     def _publish(self, landed: Mapping[Pair, int]) -> None:
         for pair, slot in landed.items():
@@ -167,19 +174,3 @@ def _key(pair: Pair, experts: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
     return z ^ (z >> 31)
-
-
-def _finished(pool: Executor, load: Callable[[Pair, int], None], jobs: Mapping[Pair, int]) -> Iterator[int]:
-    """Runs `load` for every job, few of them queued at a time; yields how many are done. Raises the first failure."""
-    waiting, running, done = iter(jobs.items()), set[Future[None]](), 0
-    while True:
-        running |= {pool.submit(load, *job) for job in islice(waiting, MAX_QUEUED - len(running))}
-        if not running:
-            return
-        finished, running = wait(running, READ_TIMEOUT_S, return_when=FIRST_COMPLETED)
-        if not finished:
-            raise PairError(f"no expert could be read for {READ_TIMEOUT_S:.0f} s", hint="check the disk (dmesg)")
-        for future in finished:
-            future.result()
-            done += 1
-            yield done

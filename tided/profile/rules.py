@@ -99,6 +99,14 @@ def _peer_timeout(peer_timeout_s: float, heartbeat_s: float) -> str:
     return f"a peer would count as dead after {peer_timeout_s:g} s with a heartbeat each {heartbeat_s:g} s"
 
 
+def _pack_dir(source: str, pack_dir: str) -> str:
+    return "records are to come from packs, but experts.pack_dir is empty" if source == "pack" and not pack_dir else ""
+
+
+def _verify_reads(verify_reads: bool, source: str) -> str:
+    return "a checkpoint has no checksums to verify" if verify_reads and source != "pack" else ""
+
+
 def _file_exists(path: str) -> str:
     return f"there is no file {path}" if path and not is_file(path) else ""
 
@@ -130,6 +138,10 @@ RULES: tuple[Rule, ...] = (
         ("parallel.peer_timeout_s", "parallel.heartbeat_s"),
         "parallel.peer_timeout_s >= 2 x parallel.heartbeat_s",
         _peer_timeout,
+    ),
+    Rule(("experts.source", "experts.pack_dir"), "experts.pack_dir names where `tidectl pack` wrote", _pack_dir),
+    Rule(
+        ("experts.verify_reads", "experts.source"), 'experts.verify_reads needs experts.source = "pack"', _verify_reads
     ),
     Rule(("parallel.key_file",), "a key file that is named must be there", _file_exists),
     Rule(("server.api_keys_file",), "a key file that is named must be there", _file_exists),

@@ -18,7 +18,7 @@ def refuse_unread(settings: Settings, path: Path | str) -> None:
 
 
 def refuse_missing(settings: Settings, path: Path | str) -> None:
-    """The checkpoint and the demand seed must be there. Raises DataError naming the line and the path."""
+    """The checkpoint, the packs and the demand seed must be there. Raises DataError naming the line and the path."""
     problems = missing(settings, read(Path(path)), "error")
     if problems:
         raise DataError(render(problems))
@@ -39,10 +39,15 @@ def unread(settings: Settings, reading: Reading, severity: Severity) -> list[Pro
 
 
 def missing(settings: Settings, reading: Reading, severity: Severity) -> list[Problem]:
-    path, seed = settings.model.path, settings.tide.seed
+    path, seed, packs = settings.model.path, settings.tide.seed, settings.experts.pack_dir
     download = f"hf download REPOSITORY --local-dir {path}, or set model.path to where it is"
     found = (
         ("model.path", checkpoint_fault(Path(path)), download),
+        (
+            "experts.pack_dir",
+            _packs_fault(packs) if settings.experts.source == "pack" else "",
+            f'make the packs with `tidectl pack {reading.source.file}`, or set experts.source to "checkpoint"',
+        ),
         ("tide.seed", _seed_fault(seed), "set tide.seed to where it is, or leave the key out"),
     )
     return [
@@ -63,6 +68,15 @@ def checkpoint_fault(path: Path) -> str:
     if "config.json" not in names:
         return f"{path} has no config.json"
     return "" if any(name.endswith(".safetensors") for name in names) else f"{path} has no *.safetensors file"
+
+
+def _packs_fault(directory: str) -> str:
+    """Whether this rank's pack is there is judged when the rank, and so its name, is known."""
+    try:
+        names = [entry.name for entry in Path(directory).iterdir()]
+    except OSError as error:
+        return f"{directory} cannot be read as a directory of packs ({error.strerror})"
+    return "" if any(name.endswith(".mxfp4") for name in names) else f"there is no pack of experts in {directory}"
 
 
 def _seed_fault(seed: str) -> str:
