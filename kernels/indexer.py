@@ -25,7 +25,8 @@ def best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def candidate_blocks(score: Tensor, visible: Tensor, blocks: int, block_size: int) -> Tensor:
-    """score [T, n] (-inf where not visible), visible [T] int64 -> [T, ceil(n / block_size)] bool: the best `blocks`.
+    """score [T, n] (-inf where not visible), visible [T] int64 -> the best blocks, numbers [T, blocks] int32, or all
+    when there are fewer. A place that no visible block fills repeats the newest one's number.
 
     A block counts by its best visible entry; the block of the newest visible entry is always in."""
     padded = pad(score, (0, -score.shape[1] % block_size), value=-torch.inf)
@@ -33,9 +34,11 @@ def candidate_blocks(score: Tensor, visible: Tensor, blocks: int, block_size: in
     newest = ((visible - 1).clamp_min(0) // block_size).unsqueeze(1)
     block_score.scatter_(1, newest, torch.inf)
     indices, counted = best(block_score, min(blocks, block_score.shape[1]))
-    return torch.zeros_like(block_score, dtype=torch.bool).scatter_(1, indices, counted)
+    return indices.where(counted, newest).to(torch.int32)
 
 
 def limit_to_blocks_(score: Tensor, kept: Tensor, block_size: int) -> None:
-    """score [T, n]: -inf outside the blocks that are kept, [T, ceil(n / block_size)] bool; in place."""
-    score.masked_fill_(~kept.repeat_interleave(block_size, 1)[:, : score.shape[1]], -torch.inf)
+    """score [T, n]: -inf outside the blocks whose numbers are in kept [T, blocks] int32; in place."""
+    outside = torch.ones(len(score), -(-score.shape[1] // block_size), dtype=torch.bool, device=score.device)
+    outside.scatter_(1, kept.long(), False)
+    score.masked_fill_(outside.repeat_interleave(block_size, 1)[:, : score.shape[1]], -torch.inf)

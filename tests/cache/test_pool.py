@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tided.cache.context import Context, ContextShape
-from tided.cache.pool import PAGE_TOKENS, Layout, Pool, Source, first_rows, physical_rows
+from tided.cache.pool import PAGE_TOKENS, Layout, Pool, Source, physical_rows, rows_between
 from tided.errors import UnavailableError
 
 CPU = torch.device("cpu")
@@ -90,8 +90,11 @@ def test_rows_are_found_where_they_were_put(layer, ratio):
         rows = torch.arange(360 // ratio)
         p.rows[layer][physical_rows(c, ratio, rows)] = (1000.0 * c.index + rows).unsqueeze(1).expand(-1, 4)
     for c in lanes:
-        count = 360 // ratio
+        count, page = 360 // ratio, PAGE_TOKENS // ratio
         for n in (1, 63, 64, 65, count):
-            got = first_rows(c, ratio, n, p.rows[layer])
-            assert got[:, 0].tolist() == [1000 * c.index + i for i in range(n)]
-            assert got.shape == (n, 4)
+            for first in {0, (n - 1) // page * page}:
+                got = rows_between(c, ratio, first, n, p.rows[layer])
+                assert got[:, 0].tolist() == [1000 * c.index + i for i in range(first, n)]
+                assert got.shape == (n - first, 4)
+        with pytest.raises(ValueError, match="row 5 is not the first of a page"):
+            rows_between(c, ratio, 5, 64, p.rows[layer])

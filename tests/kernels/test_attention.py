@@ -104,12 +104,12 @@ def test_the_best_entries_with_ties_to_the_lower_index(scores, data):
 def test_candidate_blocks():
     """Of blocks of two, the best by their best entry; the newest visible entry's always; never one that is not seen."""
     score = torch.tensor([[5.0, 0, 9, 1, 7, 7, 2, -math.inf, -math.inf]])
-    assert candidate_blocks(score, torch.tensor([7]), 2, 2)[0].tolist() == [False, True, False, True, False]
-    assert candidate_blocks(score, torch.tensor([7]), 5, 2)[0].tolist() == [True, True, True, True, False]
+    assert candidate_blocks(score, torch.tensor([7]), 2, 2).tolist() == [[1, 3]]
+    assert candidate_blocks(score, torch.tensor([7]), 5, 2).tolist() == [[0, 1, 2, 3, 3]]
 
 
 def test_scores_outside_the_kept_blocks():
     score = torch.arange(5.0).repeat(2, 1)
-    limit_to_blocks_(score, torch.tensor([[True, False, True], [False, True, False]]), 2)
+    limit_to_blocks_(score, torch.tensor([[0, 2], [1, 1]], dtype=torch.int32), 2)
     inf = math.inf
     assert score.tolist() == [[0, 1, -inf, -inf, 4], [-inf, -inf, 2, 3, -inf]]

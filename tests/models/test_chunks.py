@@ -5,6 +5,7 @@ from itertools import zip_longest
 import pytest
 import torch
 
+from kernels.indexer import index_scores
 from tided.models.deepseek_v41 import attention, indexer
 
 
@@ -52,6 +53,29 @@ def test_a_long_context_over_many_pages(fp32_model, prompt):
     ids = prompt.repeat(4)[:400]
     one, many = logits_by(fp32_model, ids, 400), logits_by(fp32_model, ids, 96)
     assert ((one - many).abs().amax(1) < 1e-3).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("chunk", [1, 400])
+def test_keys_are_scored_a_block_at_a_time(monkeypatch, fp32_model, prompt, chunk):
+    ids, sizes = prompt.repeat(4)[:400], []
+
+    def seen(query, weight, keys):
+        sizes.append(len(keys))
+        return index_scores(query, weight, keys)
+
+    def computed():
+        lane = fp32_model.open_lane(0)
+        fp32_model.prefill(lane, ids[:-chunk], "none") if chunk < len(ids) else None
+        logits = fp32_model.prefill(lane, ids[-chunk:], "all")
+        fp32_model.close_lane(lane)
+        return logits
+
+    one = computed()
+    monkeypatch.setattr(indexer, "_KEYS", 128)
+    monkeypatch.setattr(indexer, "index_scores", seen)
+    torch.testing.assert_close(computed(), one, rtol=1e-4, atol=1e-4)
+    assert {128, 200 - 128, 400 - 3 * 128} <= set(sizes)
+    assert max(sizes) == 128
 
 
 def test_logits_may_be_changed_in_place(fp32_model, prompt):

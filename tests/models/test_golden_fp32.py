@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels import hyper
 from tests.models.conftest import PROMPT_TOKENS
 from tests.models.rig import load_model
-from tided.cache.pool import first_rows
+from tided.cache.pool import rows_between
 from tided.models.deepseek_v41.indexer import Indexer
 
 TOLERANCE = 1e-4
@@ -55,8 +55,8 @@ def test_prefill_caches(fp32_model, prompt, exact):
     fp32_model.prefill(lane, prompt, "none")
     for layer, ratio in ((2, 2), (4, 2), (6, 1)):
         count = PROMPT_TOKENS // ratio
-        close(first_rows(lane, ratio, count, fp32_model.pool.rows[layer]), exact[f"prefill.compress_kv.{layer}"])
-        close(first_rows(lane, ratio, count, fp32_model.pool.keys[layer]), exact[f"prefill.index_k.{layer}"])
+        close(rows_between(lane, ratio, 0, count, fp32_model.pool.rows[layer]), exact[f"prefill.compress_kv.{layer}"])
+        close(rows_between(lane, ratio, 0, count, fp32_model.pool.keys[layer]), exact[f"prefill.index_k.{layer}"])
     fp32_model.close_lane(lane)
 
 

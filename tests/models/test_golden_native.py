@@ -11,7 +11,7 @@ from kernels.indexer import candidate_blocks
 from kernels.quantise import bf16
 from tests.models.conftest import PROMPT_TOKENS
 from tests.models.rig import GOLDEN
-from tided.cache.pool import first_rows
+from tided.cache.pool import rows_between
 from tided.models.deepseek_v41.indexer import Indexer
 from tided.models.deepseek_v41.moe import Moe
 
@@ -45,7 +45,8 @@ def test_attention_from_its_inputs(native_model, rounded, chosen):
         if block.attention.compressor is not None:
             count = PROMPT_TOKENS // ratio
             rows, keys = (
-                first_rows(lane, ratio, count, held[layer]) for held in (native_model.pool.rows, native_model.pool.keys)
+                rows_between(lane, ratio, 0, count, held[layer])
+                for held in (native_model.pool.rows, native_model.pool.keys)
             )
             assert torch.equal(rows.float(), rounded[f"prefill.compress_kv.{layer}"])
             assert torch.equal(keys.float(), rounded[f"prefill.index_k.{layer}"])
@@ -90,7 +91,8 @@ def test_engram_from_its_inputs(native_model, prompt, rounded, taps):
 def test_candidates(rounded):
     visible = torch.arange(1, PROMPT_TOKENS + 1)
     kept = candidate_blocks(rounded["prefill.index_scores.6"], visible, 6, 4)
-    got = kept.repeat_interleave(4, 1)[:, :PROMPT_TOKENS]
+    blocks = torch.zeros(PROMPT_TOKENS, 26, dtype=torch.bool).scatter_(1, kept.long(), True)
+    got = blocks.repeat_interleave(4, 1)[:, :PROMPT_TOKENS]
     seen = torch.arange(PROMPT_TOKENS) < visible.unsqueeze(1)
     assert torch.equal(got & seen, rounded["prefill.candidates"].bool() & seen)
 

@@ -84,8 +84,11 @@ def physical_rows(context: Context, ratio: int, rows: Tensor) -> Tensor:
     return context.page_table[rows // size] * size + rows % size
 
 
-def first_rows(context: Context, ratio: int, count: int, held: Tensor) -> Tensor:
-    """The first `count` rows of a context, out of `held` (`Pool.rows` or `.keys` of a layer): [count, n]."""
+def rows_between(context: Context, ratio: int, first: int, last: int, held: Tensor) -> Tensor:
+    """The rows [first, last) of a context, out of `held` (`Pool.rows` or `.keys` of a layer): [last - first, n].
+    `first` is the first of a page."""
     size = PAGE_TOKENS // ratio
-    pages = context.page_table[: -(-count // size)]
-    return held.view(-1, size, held.shape[1])[pages].view(-1, held.shape[1])[:count]
+    if first % size:
+        raise ValueError(f"row {first} is not the first of a page of {size}")
+    pages = context.page_table[first // size : -(-last // size)]
+    return held.view(-1, size, held.shape[1])[pages].view(-1, held.shape[1])[: last - first]

@@ -10,12 +10,14 @@ from kernels.linear import fp8_linear
 from kernels.numerics import Numerics
 from kernels.rope import rotate_
 from kernels.rows import matmul
-from tided.cache.pool import Pool, first_rows, physical_rows
+from tided.cache.pool import Pool, physical_rows, rows_between
 from tided.models.deepseek_v41.config import TextConfig
 from tided.models.deepseek_v41.step import Pass, Selection, Span
 from tided.models.deepseek_v41.weights import Weights
 
-_SCORE_ELEMENTS = 1 << 24  # bounds the [queries, heads, entries] product
+_SCORE_ELEMENTS = 1 << 24  # bounds the [queries, heads, keys] product
+# Keys at a time, as fp32: of a million entries, all would be 512 MB for every token. A multiple of a page's rows.
+_KEYS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,11 @@ class Indexer:
 
     def _chosen(self, span: Span, entries: int, query: Tensor, weight: Tensor, visible: Tensor) -> Selection:
         """A few queries at a time, so that memory does not grow with queries times entries."""
-        keys = first_rows(span.lane, self.ratio, entries, self.pool.keys[self.source]).to(torch.float32)
-        size = max(1, _SCORE_ELEMENTS // (entries * self.heads))
+        size = max(1, _SCORE_ELEMENTS // (min(entries, _KEYS) * self.heads))
         chosen, kept = [], []
         for i in range(0, span.count, size):
             cut = slice(i, i + size)
-            score = index_scores(query[cut], weight[cut], keys)
+            score = self._scores(span, entries, query[cut], weight[cut])
             score.masked_fill_(torch.arange(entries, device=score.device) >= visible[cut].unsqueeze(1), -torch.inf)
             if span.candidates is not None:
                 limit_to_blocks_(score, span.candidates[cut], self.block_size)
@@ -80,6 +81,15 @@ class Indexer:
             span.candidates = torch.cat(kept)
         numbers, valid = (torch.cat(parts) for parts in zip(*chosen, strict=True))
         return Selection(physical_rows(span.lane, self.ratio, numbers), valid)
+
+    def _scores(self, span: Span, entries: int, query: Tensor, weight: Tensor) -> Tensor:
+        """query [t, heads, head_dim], weight [t, heads] -> [t, entries]."""
+        score = query.new_empty(len(query), entries)
+        for first in range(0, entries, _KEYS):
+            last = min(first + _KEYS, entries)
+            keys = rows_between(span.lane, self.ratio, first, last, self.pool.keys[self.source])
+            score[:, first:last] = index_scores(query, weight, keys.to(torch.float32))
+        return score
 
     def pick(self, score: Tensor) -> tuple[Tensor, Tensor]:
         """score [T, n] -> entries [T, k] ascending, and which of them count."""

@@ -35,7 +35,7 @@ class Span:
     count: int
     floor: int = 0
     selection: Selection | None = None  # of the last index source
-    candidates: Tensor | None = None  # [T, blocks] bool, the candidate pool of the layers behind; None: no limit
+    candidates: Tensor | None = None  # [T, blocks] int32: what the layers behind may choose from; None: no limit
 
     @property
     def end(self) -> int:
