@@ -39,7 +39,7 @@ from tided.models.parallel import Alone
 from tided.profile import load
 from tided.settings import Cache, Settings
 
-JOB, RESULT, KEYS = "job.json", "result.json", "keys.json"
+JOB, RESULT, KEYS, PHASES = "job.json", "result.json", "keys.json", "phases.txt"
 WARM_STEPS = 8
 TIMEOUT_S = 1800.0
 HOST_LIMIT_MS = 1.0
@@ -83,6 +83,7 @@ def run_rank(folder: Path, number: int) -> None:
     settings, opened = job.settings, open_model(job.settings)
     facts = guard.facts(settings, opened.checkpoint.identity())
     pairs = first_pairs(opened)
+    tell(folder, number, f"{len(pairs)} resident experts over {settings.parallel.ranks} ranks")
     if number:
         follower = Follower(settings, number, load_keys(folder / KEYS, create=True))
         pairs = follower.join(facts).residents
@@ -90,17 +91,38 @@ def run_rank(folder: Path, number: int) -> None:
         leader = Leader(settings, load_keys(folder / KEYS, create=True)) if settings.parallel.ranks > 1 else Solo()
         leader.gather(facts, pairs)
     group = TorchGroup(settings, number) if settings.parallel.ranks > 1 else Alone()
-    rank = build_rank(opened, group, pairs, lambda stage, done, total: None)
+    rank = build_rank(opened, group, pairs, lambda what, done, total: tell(folder, number, f"loading: {what}"))
     failures: list[TideError] = []
     if number:
         follower.ready(rank.residents.digest())
         FollowerEngine(rank.executor, follower, failures.append, settings.engine.threads).run()
     else:
         leader.ready(rank.residents.digest())
+        tell(folder, number, f"prompts of {job.prompt_tokens} tokens, then {WARM_STEPS} + {job.steps} steps")
         times = measure(job, rank, leader, group)
         (folder / RESULT).write_bytes(msgspec.json.encode(times))
     if failures:
         raise failures[0]
+
+
+def tell(folder: Path, number: int, phase: str) -> None:
+    """What rank 0 is about to do, for the process that waits for the ranks."""
+    if number == 0:
+        with (folder / PHASES).open("a") as file:
+            file.write(f"{phase}\n")
+
+
+class Shown:
+    """Rank 0's phases on stderr, each once: stdout has the figures alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._last = path, ""
+
+    def __call__(self) -> None:
+        phase = self._path.read_text().rpartition("\n")[0].rpartition("\n")[2] if self._path.exists() else ""
+        if phase != self._last:
+            self._last = phase
+            print(phase, file=sys.stderr, flush=True)
 
 
 def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone) -> Times:
@@ -222,7 +244,9 @@ def main(arguments: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="tidelm-bench-") as name:
             folder = Path(name)
             (folder / JOB).write_bytes(msgspec.json.encode(job))
-            run_ranks([__file__, "--as-rank"], folder, job.settings.parallel.ranks, TIMEOUT_S)
+            print("starting the ranks", file=sys.stderr, flush=True)
+            command = [__file__, "--as-rank"]
+            run_ranks(command, folder, job.settings.parallel.ranks, TIMEOUT_S, Shown(folder / PHASES))
             figures = report(msgspec.json.decode((folder / RESULT).read_bytes(), type=Times), job)
     except TideError as error:
         print(error, file=sys.stderr)

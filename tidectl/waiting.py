@@ -1,5 +1,6 @@
-"""What is waited for: a live view on a terminal, elsewhere the first line and then one each 10 s."""
+"""What is waited for: a live view on a terminal, elsewhere a line at each change of a state and each 10 s."""
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,12 +54,18 @@ class _Lines:
     def __init__(self) -> None:
         self._started_s = time.monotonic()
         self._next_s = self._started_s
+        self._told: list[str] = []
 
     def __call__(self, items: Sequence[Item]) -> None:
-        now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + LINE_EVERY_S
+        now_s, states = time.monotonic(), [_state(item) for item in items]
+        if states != self._told or now_s >= self._next_s:
+            self._told, self._next_s = states, now_s + LINE_EVERY_S
             say(f"{line(items)} ({now_s - self._started_s:.0f} s)")
+
+
+def _state(item: Item) -> str:
+    """What an item is at, without the figures that say how far it is."""
+    return re.sub(r"\d+", "", f"{item.name} {item.state}")
 
 
 @contextmanager

@@ -18,6 +18,8 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_two_ranks_are_measured():
     done = bench(str(GOLDEN), "--ranks", "2", "--lanes", "2", "--resident", "52", "--steps", "5", "--json")
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("starting the ranks\n")
+    assert "steps\n" in done.stderr
     figures = json.loads(done.stdout)
     assert (figures["ranks"], figures["lanes"], figures["steps"], figures["resident_share"]) == (2, 2, 5, 0.65)
     assert figures["collectives_a_step"] >= 20  # two a layer, and the vocabulary

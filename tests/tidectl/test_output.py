@@ -149,7 +149,7 @@ def test_a_live_view_without_colour() -> None:
 
 
 def test_a_dumb_terminal_gets_lines() -> None:
-    assert on_a_terminal(BARS, TERM="dumb") == "starting the ranks (0 s)\r\nafter\r\n"
+    assert on_a_terminal(BARS, TERM="dumb").splitlines()[::2] == ["starting the ranks (0 s)", "after"]
 
 
 @pytest.mark.parametrize("columns", ["20", "40"])
@@ -163,6 +163,19 @@ def test_a_narrow_terminal_keeps_a_row_to_a_line(columns: str) -> None:
 def test_an_end_in_between_leaves_the_terminal_as_it_was() -> None:
     code = BARS.replace('print("after")', "").replace("    # here", "    raise SystemExit(0)")
     assert on_a_terminal(code).count("\x1b[?25h") == 1
+
+
+def test_elsewhere_a_line_at_each_change_of_a_state(capsys: pytest.CaptureFixture[str]) -> None:
+    with waiting.waiting() as show:
+        for name, state, detail in (
+            ("a", "", ""),
+            ("a", "", "x"),
+            ("b", "1 of 2", ""),
+            ("b", "2 of 2", ""),
+            ("c", "", ""),
+        ):
+            show([Item(name, state, detail=detail)])
+    assert [row.partition(" (")[0] for row in capsys.readouterr().err.splitlines()] == ["a", "b 1 of 2", "c"]
 
 
 def test_elsewhere_a_line_each_10_s(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

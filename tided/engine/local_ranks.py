@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,11 +20,13 @@ LOG_TAIL_LINES = 12
 KINDS: tuple[type[TideError], ...] = (ConfigError, DataError, UnavailableError, PermissionError_, UsageError)
 
 
-def run_ranks(command: Sequence[str], folder: Path, ranks: int, timeout_s: float) -> None:
+def run_ranks(
+    command: Sequence[str], folder: Path, ranks: int, timeout_s: float, watch: Callable[[], None] = lambda: None
+) -> None:
     """Returns when every rank ended well. Raises the error of the rank that failed, PairError after `timeout_s`; no
-    process is left behind."""
+    process is left behind. `watch` is called while they run, and once at their end."""
     with _started(command, folder, ranks) as processes:
-        _wait(folder, processes, time.monotonic() + timeout_s)
+        _wait(folder, processes, time.monotonic() + timeout_s, watch)
 
 
 def free_port() -> int:
@@ -50,9 +52,12 @@ def _started(command: Sequence[str], folder: Path, ranks: int) -> Iterator[list[
             process.wait(END_S)
 
 
-def _wait(folder: Path, processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
+def _wait(
+    folder: Path, processes: Sequence[subprocess.Popen[bytes]], deadline: float, watch: Callable[[], None]
+) -> None:
     while True:
         codes = [process.poll() for process in processes]
+        watch()
         if any(codes):
             raise _failure(folder, codes)
         if all(code == 0 for code in codes):
