@@ -1,25 +1,32 @@
 """Hot reads, as rank 0 decides them: which absent experts to read now, and which entries of the ring they overwrite.
 
-Rank 0 owns one `HotReads` and asks it once a step:
+Rank 0 owns one `HotReads`:
 
     hot = HotReads(shape, residents, ring_slots, floor, pilot.scores())
     each step, prompts too        hot.observe(pairs, weights, tokens)      what the router wanted
-    each decode step              moves = hot.moves(reads)                 `reads`: what the step's disk time is worth
-        moves.promote             roles are exchanged, nothing is read: `out` is an entry of the ring from now on, `in_`
-                                  a resident (tell the pilot: `pilot.applied(moves.promote)`); both stay routable
+    each step after that          moves = hot.moves(reads)                 `reads`: what the step's disk time is worth
+        moves.promote             roles are exchanged, nothing is read: the resident is an entry of the ring from now on
+                                  and the entry a resident (`pilot.applied(moves.promote)`); both stay routable
         moves.withdraw            entries of the ring that stop being routable in this step; their slots are free
         moves.load                read these into free slots of the ring
     every rank has one            hot.published(pair)                      routable from this step on
     a read failed                 hot.failed(pair)                         its slot is free again
-    a plan's swap is published    hot.swapped(out, in_)                    the resident set, and only it, has changed
-    the pilot has new scores      hot.rebase(pilot.scores())               before a plan is made, and after a request
+    a lane's prompt is through    hot.prompt_done(mass, lane)
+    a lane's request has ended    hot.request_done(mass, lane); hot.rebase(pilot.scores())
 
-`plan` gives a plan's swaps (to be read beside serving) from the same estimate, so plans and hot reads never undo each
-other. Ring and residents are ranked together: what is read overwrites the entry that is expected to be needed least,
-whichever of the two it is in; an entry that was used in the last step survives. Pure: no clock, no chance, no torch.
+Plans (after a prompt, between chunks, every so many tokens, when idle) come from the same estimate, so that plans and
+hot reads never undo each other:
+
+    swaps = hot.plan(max_swaps)
+    a read of one begins          hot.swap_begun(out, in_)
+    every rank has it             hot.swapped(out, in_)                    published; `pilot.applied([(out, in_)])`
+    it is given up                hot.swap_dropped(out, in_)
+
+Ring and residents are ranked together: what is read overwrites the entry that is expected to be needed least, in
+whichever of the two it is; an entry that was used in the last step survives. Pure: no clock, no chance, no torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,36 +34,38 @@ import numpy.typing as npt
 
 from tided.tide.demand import Grid, RouterShape
 from tided.tide.heat import Heat, Indices, Weights
+from tided.tide.kin import Kin
 from tided.tide.planner import Pair, PairSwap, swap_plan
 
-MARGIN = 1.1  # a newcomer must be expected to carry so many times what its victim carries
-MIN_GAIN = 0.02  # of the mean expected weight: less is noise, and not worth a read
+MARGIN = 1.3  # a newcomer must be expected to carry so many times what its victim carries
+MIN_GAIN = 0.3  # of the mean expected weight: what gains less is not worth a read
 
 
 @dataclass(frozen=True)
 class Moves:
     """To be published in one step, in this order."""
 
-    promote: list[PairSwap] = field(
-        default_factory=list
-    )  # (resident that becomes a ring entry, entry that becomes one)
+    promote: list[PairSwap] = field(default_factory=list)  # (resident that becomes an entry, entry that becomes one)
     withdraw: list[Pair] = field(default_factory=list)
     load: list[Pair] = field(default_factory=list)
 
 
 class HotReads:
-    """`residents` and a ring of `ring_slots` more; `floor` residents a layer are always left. One thread uses it."""
+    """`residents`, and a ring of `ring_slots` more; `floor` residents a layer are always left. One thread uses it."""
 
     def __init__(self, shape: RouterShape, residents: Iterable[Pair], ring_slots: int, floor: int, base: Grid) -> None:
         self.shape, self.ring_slots, self.floor = shape, ring_slots, floor
-        self.heat = Heat(shape, base)
-        pairs = shape.layers * shape.experts
-        self._resident: npt.NDArray[np.bool_] = np.zeros(pairs, dtype=bool)
+        self.heat, self.kin = Heat(shape, base), Kin(shape, base)
+        self._resident: npt.NDArray[np.bool_] = np.zeros(shape.layers * shape.experts, dtype=bool)
         self._resident[[self._index(pair) for pair in residents]] = True
-        self._residents_of = self._resident.reshape(shape.layers, shape.experts).sum(axis=1)
+        # Residents of a layer that stay whatever becomes of the swaps that are being read.
+        self._sure: Indices = self._resident.reshape(shape.layers, shape.experts).sum(axis=1)
         self._ring: set[int] = set()  # routable entries
-        self._loading: set[int] = set()
+        self._loading: set[int] = set()  # into the ring
+        self._leaving: set[int] = set()  # residents whose swap is being read
+        self._arriving: set[int] = set()  # what takes their places
         self._used: Indices = np.zeros(0, dtype=np.int64)  # in the last step
+        self._like: dict[int, Grid] = {}  # by lane: what requests like its request asked for
 
     @property
     def ring(self) -> list[Pair]:
@@ -65,7 +74,13 @@ class HotReads:
 
     @property
     def loading(self) -> list[Pair]:
+        """On their way into the ring, sorted."""
         return [self._pair(index) for index in sorted(self._loading)]
+
+    @property
+    def residents(self) -> list[Pair]:
+        """Sorted; those that leave with a swap are residents until it is published."""
+        return [self._pair(int(index)) for index in np.flatnonzero(self._resident)]
 
     def observe(self, pairs: npt.ArrayLike, weights: npt.ArrayLike, tokens: int) -> None:
         """The router's true top-k of one step, before residency, over all lanes: pairs [n] as layer * experts + expert,
@@ -75,32 +90,45 @@ class HotReads:
         self.heat.observe(index, weight, tokens)
 
     def rebase(self, scores: Grid) -> None:
+        """New scores of the pilot [layers, experts]."""
         self.heat.rebase(scores)
 
+    def prompt_done(self, mass: Grid, lane: int) -> None:
+        """mass [layers, experts]: what the lane's prompt picked, in any unit."""
+        self._like[lane] = self.kin.like(mass)
+        self.heat.set_kin(np.mean([self._like[at] for at in sorted(self._like)], axis=0))
+
+    def request_done(self, mass: Grid, lane: int) -> None:
+        """mass [layers, experts]: what the lane's whole request picked, prompt and answer."""
+        self._like.pop(lane, None)
+        self.kin.remember(mass)
+
     def scores(self) -> Grid:
-        """[layers, experts]: the expected routing weight of every pair; each layer sums to 1."""
+        """[layers, experts]: the expected routing weight of every pair; each layer sums to about 1."""
         grid: Grid = self.heat.expected.reshape(self.shape.layers, self.shape.experts)
         return grid
 
     def plan(self, max_swaps: int) -> list[PairSwap]:
-        """Swaps of residents for pairs that are neither resident nor in the ring nor on their way there."""
-        scores = self.scores().copy()
-        scores.ravel()[sorted(self._ring | self._loading)] = 0.0
-        residents = [self._pair(int(index)) for index in np.flatnonzero(self._resident)]
-        return swap_plan(scores, residents, self.floor, max_swaps, MIN_GAIN * float(scores.mean()))
+        """Swaps of residents for pairs that are neither routable nor on their way. Swaps that are being read stay."""
+        expected = self.heat.expected.copy()
+        least = MIN_GAIN * float(expected.mean())
+        expected[sorted(self._ring | self._loading | self._arriving)] = 0.0
+        expected[sorted(self._leaving)] = 1.0
+        return swap_plan(expected.reshape(self.scores().shape), self.residents, self.floor, max_swaps, least)
 
     def moves(self, reads: int) -> Moves:
         """At most `reads` reads, the most wanted first, each with the slot that it takes."""
         moves, expected = Moves(), self.heat.expected
         free = self.ring_slots - len(self._ring) - len(self._loading)
-        victims = iter(self._victims(reads))
+        victims = iter(self._victims(2 * reads))
         least = MIN_GAIN * float(expected.mean())
         for newcomer in self._wanted(reads):
-            if expected[newcomer] <= least:
+            worth = float(expected[newcomer] - least)
+            if worth <= 0:
                 break
             if free:
                 free -= 1
-            elif not self._make_room(moves, victims, (expected[newcomer] - least) / MARGIN):
+            elif not self._make_room(moves, victims, worth / MARGIN):
                 break
             self._loading.add(newcomer)
             moves.load.append(self._pair(newcomer))
@@ -114,12 +142,29 @@ class HotReads:
     def failed(self, pair: Pair) -> None:
         self._loading.remove(self._index(pair))
 
-    def swapped(self, out: Pair, in_: Pair) -> None:
-        """A plan's swap. If the newcomer is an entry of the ring by now, that entry is dropped (withdraw its slot)."""
-        self._exchange(self._index(out), self._index(in_))
-        self._ring.discard(self._index(in_))
+    def swap_begun(self, out: Pair, in_: Pair) -> None:
+        """Raises ValueError when the swap is out of date: moves since the plan have overtaken it. Drop it then."""
+        leaves, comes = self._index(out), self._index(in_)
+        floor = self._sure[out[0]] <= self.floor and out[0] != in_[0]
+        if floor or not self._resident[leaves] or leaves in self._leaving or self._is_here(comes):
+            raise ValueError(f"the swap of {out} for {in_} is out of date")
+        self._leaving.add(leaves)
+        self._arriving.add(comes)
+        self._sure[out[0]] -= 1
 
-    def _make_room(self, moves: Moves, victims: Iterable[int], worth: float) -> bool:
+    def swapped(self, out: Pair, in_: Pair) -> None:
+        leaves, comes = self._index(out), self._index(in_)
+        self._leaving.remove(leaves)
+        self._arriving.remove(comes)
+        self._resident[leaves], self._resident[comes] = False, True
+        self._sure[in_[0]] += 1
+
+    def swap_dropped(self, out: Pair, in_: Pair) -> None:
+        self._leaving.remove(self._index(out))
+        self._arriving.remove(self._index(in_))
+        self._sure[out[0]] += 1
+
+    def _make_room(self, moves: Moves, victims: Iterator[int], worth: float) -> bool:
         """Frees the slot of the next victim that is expected to carry less than `worth`."""
         for victim in victims:
             if self.heat.expected[victim] >= worth:
@@ -128,8 +173,7 @@ class HotReads:
                 entry = self._best_entry(victim)
                 if entry is None:
                     continue
-                self._exchange(victim, entry)
-                self._ring.remove(entry)
+                self._promote(victim, entry)
                 moves.promote.append((self._pair(victim), self._pair(entry)))
             else:
                 self._ring.remove(victim)
@@ -140,27 +184,32 @@ class HotReads:
     def _best_entry(self, victim: int) -> int | None:
         """The ring entry to take a resident's place: the most wanted that the floor of the victim's layer allows."""
         layer, experts = victim // self.shape.experts, self.shape.experts
-        above = self._residents_of[layer] > self.floor
+        above = self._sure[layer] > self.floor
         allowed = [entry for entry in self._ring if above or entry // experts == layer]
         return max(allowed, key=lambda entry: (self.heat.expected[entry], -entry), default=None)
 
-    def _exchange(self, out: int, in_: int) -> None:
-        self._resident[out], self._resident[in_] = False, True
-        self._residents_of[out // self.shape.experts] -= 1
-        self._residents_of[in_ // self.shape.experts] += 1
+    def _promote(self, out: int, entry: int) -> None:
+        self._resident[out], self._resident[entry] = False, True
+        self._ring.remove(entry)
+        self._sure[out // self.shape.experts] -= 1
+        self._sure[entry // self.shape.experts] += 1
+
+    def _is_here(self, index: int) -> bool:
+        return bool(self._resident[index]) or index in self._ring | self._loading | self._arriving
 
     def _wanted(self, count: int) -> list[int]:
         """The most wanted absentees, the most wanted first."""
         absent = ~self._resident
-        absent[list(self._ring | self._loading)] = False
+        absent[list(self._ring | self._loading | self._arriving)] = False
         return _first(np.where(absent, -self.heat.expected, np.inf), count)
 
     def _victims(self, count: int) -> list[int]:
         """The least wanted of ring and residents, the least wanted first, without those used in the last step."""
         present = self._resident.copy()
         present[list(self._ring)] = True
+        present[list(self._leaving)] = False
         present[self._used] = False
-        return _first(np.where(present, self.heat.expected, np.inf), 2 * count)
+        return _first(np.where(present, self.heat.expected, np.inf), count)
 
     def _index(self, pair: Pair) -> int:
         return pair[0] * self.shape.experts + pair[1]
@@ -174,7 +223,6 @@ def _first(keys: Weights, count: int) -> list[int]:
     count = min(count, len(keys) - 1)
     if count <= 0:
         return []
-    limit = np.partition(keys, count - 1)[count - 1]
-    chosen = np.flatnonzero(keys <= limit)
+    chosen = np.flatnonzero(keys <= np.partition(keys, count - 1)[count - 1])
     chosen = chosen[np.argsort(keys[chosen], kind="stable")][:count]
     return [int(index) for index in chosen if np.isfinite(keys[index])]

@@ -56,17 +56,20 @@ class Ours:
             self._counts.reshape(grid), self._mass.reshape(grid), [0, 0, 0, 0], self._tokens, lane=0
         )
         self.hot.rebase(self.pilot.scores())
+        self.hot.request_done((self._prompt_mass + self._mass).reshape(grid), lane=0)
         self._clear()
 
     def _end_prompt(self) -> None:
         grid = (self.shape.layers, self.shape.experts)
-        self.pilot.prompt_done(
-            self._counts.reshape(grid), self._mass.reshape(grid), [0, 0, 0, 0], self._tokens, lane=0
-        )
+        self.pilot.prompt_done(self._counts.reshape(grid), self._mass.reshape(grid), [0, 0, 0, 0], self._tokens, lane=0)
         self.hot.rebase(self.pilot.scores())
+        self.hot.prompt_done(self._mass.reshape(grid), lane=0)
+        mass = self._mass
         self._clear()
+        self._prompt_mass = mass
         self._prompt_done = True
 
     def _clear(self) -> None:
         pairs = self.shape.layers * self.shape.experts
         self._counts, self._mass, self._tokens, self._prompt_done = np.zeros(pairs), np.zeros(pairs), 0, False
+        self._prompt_mass = np.zeros(pairs)

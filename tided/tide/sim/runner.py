@@ -133,9 +133,7 @@ def run(
 def _steps(span: Span) -> list[tuple[int, int, bool]]:
     """(first token, tokens, prompt?) of a request's steps."""
     end = span.first + span.prompt
-    chunks = [
-        (at, min(PREFILL_CHUNK_TOKENS, end - at), True) for at in range(span.first, end, PREFILL_CHUNK_TOKENS)
-    ]
+    chunks = [(at, min(PREFILL_CHUNK_TOKENS, end - at), True) for at in range(span.first, end, PREFILL_CHUNK_TOKENS)]
     return chunks + [(at, 1, False) for at in range(end, end + span.answer)]
 
 
