@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.rows import by_row, matmul
+from kernels.rows import matmul
 
 _NORM_EPS = 1e-20
 
@@ -39,7 +39,7 @@ def sinkhorn(x: NDArray[np.float32], iterations: int, eps: float) -> NDArray[np.
 def mix(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float) -> Mix:
     """streams [T, S, D]; fn [S * (2 + S), S * D]; scale, base [S * (2 + S)], scale already repeated per kind."""
     width = streams.shape[1]
-    gates = by_row(lambda rows: _gates(rows, fn, scale, base, width, eps), streams.flatten(1))
+    gates = _gates(streams.flatten(1), fn, scale, base, width, eps)
     comb = gates[:, 2 * width :].reshape(-1, width, width)
     doubly = torch.from_numpy(sinkhorn(comb.cpu().numpy(), iterations, eps)).to(comb.device)
     return Mix(gates[:, :width], gates[:, width : 2 * width], doubly)
@@ -56,15 +56,9 @@ def _gates(flat: Tensor, fn: Tensor, scale: Tensor, base: Tensor, width: int, ep
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """streams [T, S, D], pre [T, S] -> sum over streams of pre * stream, [T, D]."""
-    return by_row(lambda h, p: torch.bmm(p.unsqueeze(1), h).squeeze(1), streams, pre)
+    return torch.bmm(pre.unsqueeze(1), streams).squeeze(1)
 
 
 def expand(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """streams [T, S, D], output [T, D] -> y[j] = post[j] * output + sum over i of comb[i, j] * streams[i]."""
-    return by_row(
-        lambda h, y, p, c: torch.baddbmm(p.unsqueeze(2) * y.unsqueeze(1), c.transpose(1, 2), h),
-        streams,
-        output,
-        post,
-        comb,
-    )
+    return torch.baddbmm(post.unsqueeze(2) * output.unsqueeze(1), comb.transpose(1, 2), streams)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.rows import ROWS
-
 
 @dataclass(frozen=True)
 class Yarn:
@@ -45,9 +43,5 @@ def rotate_(x: Tensor, turn: Tensor) -> Tensor:
 
     The conjugate of `turn` rotates back."""
     pairs = torch.view_as_complex(x[..., -2 * turn.shape[-1] :].view(*x.shape[:-1], -1, 2))
-    if x.shape[0] <= ROWS:
-        for row, angle in zip(pairs.unbind(0), turn.unbind(0), strict=True):
-            row.mul_(angle)
-    else:
-        pairs.mul_(turn.view(turn.shape[0], *([1] * (x.dim() - 2)), turn.shape[1]))
+    pairs.mul_(turn.view(turn.shape[0], *([1] * (x.dim() - 2)), turn.shape[1]))
     return x

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kernels.rope import frequencies, rotation
-from kernels.rows import by_row
 from tided.cache.context import Context
 from tided.models.deepseek_v41.config import TextConfig
 
@@ -88,8 +87,8 @@ class Rotations:
         spans = [Span(lane, lane.position, i * count, count) for i, lane in enumerate(lanes)]
         positions = torch.cat([torch.arange(span.start, span.end, device=device) for span in spans])
         lane_of_row = torch.tensor([lane.index for lane in lanes], device=device).repeat_interleave(count)
-        plain = by_row(lambda at: rotation(at, self._plain), positions)
-        compressed = by_row(lambda at: rotation(at, self._compressed), positions)
+        plain = rotation(positions, self._plain)
+        compressed = rotation(positions, self._compressed)
         return Pass(spans, positions, lane_of_row, plain, compressed)
 
     def at(self, positions: Tensor) -> Tensor:
