@@ -94,7 +94,14 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
                     link.ready(built.residents.digest())
                 scheduler = Scheduler(scheduler_limits(settings))
                 engine = LeaderEngine(
-                    built.executor, scheduler, link, loop.events, loop.ended, pilot, settings.engine.threads
+                    built.executor,
+                    scheduler,
+                    link,
+                    loop.events,
+                    loop.ended,
+                    pilot,
+                    settings.engine.threads,
+                    built.reads.about(),
                 )
                 loop.ready(engine)
                 engine.run()

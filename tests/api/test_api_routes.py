@@ -40,6 +40,16 @@ async def test_health_tells_no_secrets(serve, keys):
     assert keys not in text
 
 
+async def test_health_tells_where_experts_are_read_from(server, engine, monkeypatch):
+    reads, plain = {"source": "pack", "in_flight_at_boot": 8, "in_flight_while_serving": 1}, engine.health
+    monkeypatch.setattr(engine, "health", lambda: plain() | {"expert_reads": reads})
+    async with server.session.get("/health") as response:
+        body = await response.json()
+    assert body["engine_config"]["expert_reads"] == reads
+    assert body["engine_config"]["cache"]["context_tokens"] == 4096
+    assert "expert_reads" not in body
+
+
 @pytest.mark.parametrize(
     ("state", "status"), [("starting", "loading"), ("draining", "draining"), ("fault", "fault"), ("ready", "ok")]
 )

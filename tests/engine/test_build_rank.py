@@ -85,6 +85,10 @@ def test_a_rank_from_a_pack_computes_the_same_bits_as_one_from_the_checkpoint(tm
         assert isinstance(rank.reads.source, PackSource) == (model.settings.experts.source == "pack")
         assert rank.reads.io.counts[Priority.SWAP].reads == 40
         assert rank.reads.source.stats.records == 40
+        assert rank.reads.about().items() >= {
+            "source": model.settings.experts.source, "in_flight_at_boot": 4, "in_flight_while_serving": 1, "curve": [],
+        }.items()  # fmt: skip
+        assert "too few" in rank.reads.about()["not_measured"]
         logits.append(teacher_forced(rank.model, ids, 4, 16))
         rank.reads.close()
     assert torch.equal(*logits)

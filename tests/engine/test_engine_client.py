@@ -200,7 +200,11 @@ async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     client = EngineClient(2, 2)
-    client.attach(SimpleNamespace(submit=lambda request: None, residency=RESIDENCY, seq=1, last_step_s=0.0))
+    client.attach(
+        SimpleNamespace(
+            submit=lambda request: None, residency=RESIDENCY, seq=1, last_step_s=0.0, expert_reads={"source": "pack"}
+        )
+    )
 
     async def post(at_s, *events):
         now[0] = at_s
@@ -230,7 +234,11 @@ async def test_steps_that_arrive_with_one_wake_up_are_counted_once(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     client = EngineClient(2, 2)
-    client.attach(SimpleNamespace(submit=lambda request: None, residency=RESIDENCY, seq=1, last_step_s=0.0))
+    client.attach(
+        SimpleNamespace(
+            submit=lambda request: None, residency=RESIDENCY, seq=1, last_step_s=0.0, expert_reads={"source": "pack"}
+        )
+    )
     answer = client.submit(request("a"))
     client.post([Started("a"), Tokens("a", [1])])
     assert [type(await anext(answer)) for _ in range(2)] == [Started, Tokens]

@@ -24,6 +24,7 @@ async def health(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     engine = dict(context.engine.health())
     status, fault = _STATUS[engine.pop("state")], engine.pop("fault", "")
+    reads = {"expert_reads": engine.pop("expert_reads")} if "expert_reads" in engine else {}
     body = {
         "status": status,
         "engine": "tidelm",
@@ -31,7 +32,7 @@ async def health(request: web.Request) -> web.Response:
         **engine,
         "max_context": context.context_tokens,
         "uptime_s": round(time.monotonic() - context.started_s, 3),
-        "engine_config": numbers_of(context.settings),
+        "engine_config": {**numbers_of(context.settings), **reads},
     }
     return _json(body | ({"fault": fault} if fault else {}), status=200 if status == "ok" else 503)
 

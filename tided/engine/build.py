@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -113,6 +114,21 @@ class ExpertReads:
         depths = choose(curve, most)
         log.info("expert reads in flight: %d at boot, %d while serving (%s)", depths.deep, depths.background, curve)
         return cls(source, IoScheduler(source, depths), curve)
+
+    def about(self) -> dict[str, Any]:
+        """For /health."""
+        depths, kind = self.io.depths, "pack" if isinstance(self.source, PackSource) else "checkpoint"
+        return {
+            "source": kind,
+            "direct": self.source.stats.direct,
+            "in_flight_at_boot": depths.deep,
+            "in_flight_while_serving": depths.background,
+            "curve": [
+                {"in_flight": p.depth, "gb_s": round(p.bytes_per_s / 1e9, 3), "latency_ms": round(1e3 * p.latency_s, 3)}
+                for p in self.curve.points
+            ],
+            "not_measured": self.curve.why,
+        }
 
     def close(self) -> None:
         self.io.close()

@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol
 
@@ -27,6 +27,7 @@ class EngineThread(Protocol):
     """What the client uses of `LeaderEngine`; every method may be called from another thread."""
 
     last_step_s: float
+    expert_reads: Mapping[str, Any]
 
     @property
     def residency(self) -> Residency: ...
@@ -173,6 +174,7 @@ class EngineClient:
                 "experts": residency.total,
                 "generation": residency.generation,
                 "mask_hash": residency.mask_hash,
+                "expert_reads": dict(engine.expert_reads),
                 "engine_seq": engine.seq,
                 "last_step_age_s": round(time.monotonic() - engine.last_step_s, 3),
             }

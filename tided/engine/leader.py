@@ -5,8 +5,8 @@ Its thread is the only one that touches scheduler, executor, link and pilot; oth
 
 import queue
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tided.control.messages import Step, Stop
 from tided.engine.checks import check_request
@@ -43,8 +43,10 @@ class LeaderEngine(Engine):
         on_fault: OnFault,
         pilot: Pilot | None = None,
         threads: int = 1,
+        expert_reads: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(executor, on_fault, threads)
+        self.expert_reads: Mapping[str, Any] = expert_reads or {}  # where experts come from, for who asks
         self.scheduler, self.ledger = scheduler, Ledger(executor, scheduler, pilot)
         self._link, self._sink = link, sink
         limits = scheduler.limits
