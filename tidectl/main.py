@@ -304,7 +304,9 @@ def version(json: Json = False) -> None:
 def profile_check(file: Profile, json: Json = False) -> None:
     """Tell everything that is wrong with a profile.
 
-    Exits with 78 on an error. A note is none; it tells what a start here would refuse or warn of.
+    Its keys and values, and whether its checkpoint can do what it asks for. Exits with 78 on an error. A note is none;
+    it tells what else a start here and now would refuse: a missing checkpoint, a port in use, a key that this build
+    does not act on.
     """
     from tidectl import profile_commands, profiles
 

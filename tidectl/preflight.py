@@ -4,39 +4,80 @@ import errno
 import os
 import socket
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+from tidectl.fits import refuse_misfit
 from tidectl.output import say
 from tidectl.supervise import local_ranks
-from tided.errors import ConfigError, PermissionError_, UnavailableError
-from tided.profile import check, load, refuse_missing, refuse_unread
+from tided.errors import ConfigError, PermissionError_, TideError, UnavailableError
+from tided.profile import Problem, check, load, refuse_missing, refuse_unread
+from tided.profile.reading import read
 from tided.settings import Settings
 
 
+class Port(NamedTuple):
+    """A port that rank 0 opens, and the key it comes from."""
+
+    host: str
+    number: int
+    setting: str
+    which: str = ""
+
+
 def check_profile(path: Path) -> Settings:
-    """The profile is valid, this build acts on all of it, its checkpoint is here, and a rank is for this machine."""
+    """The profile is valid, this build acts on all of it, its checkpoint is here and fits, a rank is for this
+    machine."""
     settings = load(path)
     refuse_unread(settings, path)
     refuse_missing(settings, path)
+    refuse_misfit(settings, path)
     if not local_ranks(settings.parallel):
-        hosts = ", ".join(settings.parallel.hosts)
-        raise ConfigError(f"none of parallel.hosts is an address of this machine: {hosts}", where=str(path))
+        raise ConfigError(_foreign(settings), where=str(path))
     for note in check(path):  # what a start refuses is refused above: these are warnings
         say(note.render())
     return settings
 
 
 def check_ports(settings: Settings) -> None:
-    """Rank 0 opens all the ports; where it is not on this machine there is nothing to check."""
-    parallel = settings.parallel
+    """Raises for the first port that rank 0 could not open here."""
+    for port in _ports(settings):
+        require_free(*port)
+
+
+def machine_notes(settings: Settings, path: Path) -> list[Problem]:
+    """What a start on this machine would refuse as things are now: a port in use, foreign addresses."""
+    reading = read(path)
+    note = partial(reading.source.problem, severity="note")
+    if not local_ranks(settings.parallel):
+        return [note(reading.span("parallel.hosts"), _foreign(settings))]
+    found = []
+    for port in _ports(settings):
+        try:
+            require_free(*port)
+        except TideError as error:
+            message = f"{port.host}:{port.number}: {error.what}"
+            found.append(note(reading.span(port.setting), message, suggestion=error.hint))
+    return found
+
+
+def _foreign(settings: Settings) -> str:
+    return f"none of parallel.hosts is an address of this machine: {', '.join(settings.parallel.hosts)}"
+
+
+def _ports(settings: Settings) -> list[Port]:
+    """Rank 0 opens all the ports: none where it is not on this machine."""
+    parallel, server = settings.parallel, settings.server
     if 0 not in local_ranks(parallel):
-        return
-    require_free(settings.server.host, settings.server.port, "server.port")
-    if parallel.ranks > 1:
-        head = parallel.hosts[0] if parallel.hosts else "127.0.0.1"
-        require_free(head, parallel.control_port, "parallel.control_port")
-        require_free(head, parallel.control_port + 1, "parallel.control_port", "the second port of ")
-        require_free(head, parallel.data_port, "parallel.data_port")
+        return []
+    head = parallel.hosts[0] if parallel.hosts else "127.0.0.1"
+    between = [
+        Port(head, parallel.control_port, "parallel.control_port"),
+        Port(head, parallel.control_port + 1, "parallel.control_port", "the second port of "),
+        Port(head, parallel.data_port, "parallel.data_port"),
+    ]
+    return [Port(server.host, server.port, "server.port"), *(between if parallel.ranks > 1 else ())]
 
 
 def require_free(host: str, port: int, setting: str, which: str = "") -> None:

@@ -6,9 +6,12 @@ from typing import Any
 
 import msgspec
 
-from tidectl import profiles
+from tidectl import fits, preflight, profiles, supervisor
 from tidectl.output import emit, say, styled
+from tidectl.state import chosen_dir
 from tided import profile
+from tided.profile import Problem
+from tided.profile.problems import in_order
 from tided.profile.schema import KEYS, SECTIONS, Key, value_of
 from tided.settings import Settings
 
@@ -21,7 +24,7 @@ AFFECTS = {
 
 def check(path: Path, as_json: bool) -> int:
     """The exit code: 78 when the profile has an error."""
-    problems = profile.check(path)
+    problems = _problems(path)
     errors = sum(problem.severity == "error" for problem in problems)
     if as_json:
         findings = [msgspec.to_builtins(problem) for problem in problems]
@@ -31,6 +34,18 @@ def check(path: Path, as_json: bool) -> int:
     if not errors and not as_json:
         say(f"{path}: a valid profile")
     return 78 if errors else 0
+
+
+def _problems(path: Path) -> list[Problem]:
+    """Everything that a start here would refuse. The ports of what runs already are its own."""
+    found = profile.check(path)
+    if any(problem.severity == "error" for problem in found):
+        return found
+    settings = profile.load(path)
+    found += fits.misfits(settings, path)
+    if not supervisor.is_locked(chosen_dir()):
+        found += preflight.machine_notes(settings, path)
+    return in_order(found)
 
 
 def list_bundled(as_json: bool) -> None:

@@ -15,7 +15,7 @@ def state_dir() -> Path:
     `$TIDE_STATE_DIR`; else, for root where the service is installed, /var/lib/tidelm; else `$XDG_STATE_HOME/tidelm` or
     ~/.local/state/tidelm.
     """
-    path = _chosen()
+    path = chosen_dir()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.stat()
@@ -28,7 +28,8 @@ def state_dir() -> Path:
     return path
 
 
-def _chosen() -> Path:
+def chosen_dir() -> Path:
+    """Where it is, or would be made."""
     if chosen := os.environ.get("TIDE_STATE_DIR"):
         return Path(chosen).absolute()
     if os.geteuid() == 0 and SYSTEM_DIR.is_dir():

@@ -209,7 +209,7 @@ def _running_already(state_dir: Path) -> UnavailableError:
 def is_locked(state_dir: Path) -> bool:
     try:
         lock = os.open(state_dir / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,0 +1,94 @@
+"""What `profile check` says of a checkpoint and of this machine, and `start` refuses before a rank is started."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.tidectl.canned import Tidectl
+from tests.tidectl.test_lifecycle import write_profile
+
+MODEL = {
+    "num_hidden_layers": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "moe_intermediate_size": 64,
+    "hidden_size": 128,
+    "vocab_size": 256,
+}
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "deepseek_v41", "text_config": MODEL}))
+    (tmp_path / "model" / "a.safetensors").write_bytes(b"")
+    return write_profile(tmp_path / "p.toml")
+
+
+def change(path: Path, old: str, new: str) -> int:
+    """The line that was changed."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return text[: text.index(old)].count("\n") + 1
+
+
+def test_a_profile_that_fits_says_nothing(tidectl: Tidectl, profile: Path, state: Path) -> None:
+    ran = tidectl("profile", "check", str(profile))
+    assert (ran.exit_code, ran.stderr) == (0, f"{profile}: a valid profile\n")
+    assert not state.exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "column", "message"),
+    [
+        ("resident = 8", "resident = 17", 12, "'experts.resident' must be 6 to 16 with this checkpoint, not 17"),
+        ("resident = 8", "resident = 5", 12, "'experts.resident' must be 6 to 16 with this checkpoint, not 5"),
+        (
+            "[experts]",
+            "[tide]\nfloor_per_layer = 5\n[experts]",
+            19,
+            "'tide.floor_per_layer' must be 0, or 3 to 4 with 8 residents, not 5",
+        ),
+        ("_tokens = 64", "_tokens = 65", 18, "'cache.context_tokens' is 65, but the checkpoint reaches 64 positions"),
+        ("ranks = 2", "ranks = 4", 9, "4 ranks cannot share this checkpoint: o_groups 2"),
+    ],
+)
+def test_what_the_checkpoint_cannot_do_is_refused_by_line(
+    tidectl: Tidectl, profile: Path, state: Path, old: str, new: str, column: int, message: str
+) -> None:
+    line = change(profile, old, new) + ("[tide]" in new)
+    for command in (["profile", "check"], ["start"]):
+        ran = tidectl(*command, str(profile))
+        assert ran.exit_code == 78
+        assert f"{profile}:{line}:{column}: error: {message}" in ran.stderr
+    assert not (state / "logs").exists()
+
+
+def test_a_config_of_another_family_is_left_to_the_ranks(tidectl: Tidectl, profile: Path, tmp_path: Path) -> None:
+    change(profile, "resident = 8", "resident = 5")
+    for text in ("{", "[]", json.dumps({"model_type": "other", "text_config": MODEL})):
+        (tmp_path / "model" / "config.json").write_text(text)
+        assert tidectl("profile", "check", str(profile)).exit_code == 0
+
+
+def test_a_port_in_use_is_a_note(tidectl: Tidectl, profile: Path) -> None:
+    port = int(profile.read_text().partition("control_port = ")[2].split()[0])
+    with socket.create_server(("127.0.0.1", port + 1)):
+        ran = tidectl("profile", "check", str(profile))
+    assert ran.exit_code == 0
+    assert f"note: 127.0.0.1:{port + 1}: the port is in use" in ran.stderr
+    assert "set parallel.control_port" in ran.stderr
+
+
+def test_addresses_of_other_machines_are_a_note(tidectl: Tidectl, profile: Path) -> None:
+    change(profile, "ranks = 2", "ranks = 2\nhosts = ['203.0.113.1', '203.0.113.2']")
+    ran = tidectl("profile", "check", str(profile))
+    assert ran.exit_code == 0
+    assert "note: none of parallel.hosts is an address of this machine" in ran.stderr

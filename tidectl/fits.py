@@ -1,0 +1,108 @@
+"""Whether the checkpoint of a profile can be served with it, as far as its config.json tells: within milliseconds and
+without torch, before a rank is started. A config.json that is none of a known family is left to the ranks, who name
+what is wrong with it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from tided.errors import ConfigError
+from tided.profile import Problem, render
+from tided.profile.reading import read
+from tided.settings import Settings
+
+MAX_CONFIG_BYTES = 1 << 20
+SCALE_GROUP = 32  # weights that share a scale: a rank's share is whole groups
+
+
+class _Text(msgspec.Struct, frozen=True):
+    num_hidden_layers: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    max_position_embeddings: int
+    num_attention_heads: int
+    o_groups: int
+    o_lora_rank: int
+    moe_intermediate_size: int
+    hidden_size: int
+    vocab_size: int
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """Every layer of this family routes."""
+
+    model_type: Literal["deepseek_v41"]
+    text_config: _Text
+
+
+class _Fault(NamedTuple):
+    key: str
+    message: str
+    rule: str
+
+
+def refuse_misfit(settings: Settings, path: Path) -> None:
+    """Raises ConfigError naming the lines."""
+    problems = misfits(settings, path)
+    if problems:
+        raise ConfigError(render(problems))
+
+
+def misfits(settings: Settings, path: Path) -> list[Problem]:
+    """What of the profile at `path` the checkpoint cannot do; nothing where no checkpoint of a known family is."""
+    config = _read(Path(settings.model.path) / "config.json")
+    if config is None:
+        return []
+    reading, found = read(path), []
+    for fault in _faults(settings, config.text_config):
+        section, name = fault.key.split(".")
+        span = reading.positions.values.get((section, name)) or reading.span(fault.key)
+        found.append(reading.source.problem(span, fault.message, rule=fault.rule))
+    return found
+
+
+def _read(path: Path) -> _Config | None:
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(MAX_CONFIG_BYTES), type=_Config)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _faults(settings: Settings, model: _Text) -> Iterator[_Fault]:
+    layers, experts, top_k = model.num_hidden_layers, model.n_routed_experts, model.num_experts_per_tok
+    resident, floor = settings.experts.resident, settings.tide.floor_per_layer
+    router = f"the checkpoint has {layers} layers of {experts} experts and picks {top_k} a token"
+    if not layers * top_k <= resident <= layers * experts:
+        message = f"'experts.resident' must be {layers * top_k} to {layers * experts} with this checkpoint"
+        yield _Fault("experts.resident", f"{message}, not {resident}", router)
+    elif floor and not top_k <= floor <= min(experts, resident // layers):
+        most = min(experts, resident // layers)
+        message = f"'tide.floor_per_layer' must be 0, or {top_k} to {most} with {resident} residents"
+        yield _Fault("tide.floor_per_layer", f"{message}, not {floor}", router)
+    context, longest = settings.cache.context_tokens, model.max_position_embeddings
+    if context > longest:
+        message = f"'cache.context_tokens' is {context}, but the checkpoint reaches {longest} positions"
+        yield _Fault("cache.context_tokens", message, "max_position_embeddings of its config.json")
+    if uneven := _uneven(settings.parallel.ranks, model):
+        message = f"{settings.parallel.ranks} ranks cannot share this checkpoint: {', '.join(uneven)}"
+        yield _Fault("parallel.ranks", message, "a number of ranks that divides each of them")
+
+
+def _uneven(ranks: int, model: _Text) -> list[str]:
+    """The dimensions that cannot be cut into equal shares of whole units."""
+    shared = {
+        "num_attention_heads": (model.num_attention_heads, 1),
+        "o_groups": (model.o_groups, 1),
+        "o_groups x o_lora_rank": (model.o_groups * model.o_lora_rank, SCALE_GROUP),
+        "moe_intermediate_size": (model.moe_intermediate_size, SCALE_GROUP),
+        "hidden_size": (model.hidden_size, 1),
+        "vocab_size": (model.vocab_size, 1),
+    }
+    return [
+        f"{name} {size}" + (f" in shares of {unit}" if unit > 1 else "")
+        for name, (size, unit) in shared.items()
+        if size % (unit * ranks)
+    ]
