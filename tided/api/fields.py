@@ -3,7 +3,6 @@
 Every fault is a `RequestError` that names the field (`param`) and shows the value, cut to 200 characters.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -42,7 +41,7 @@ class Fields:
         value = self.get(name)
         if value is None:
             return default
-        inside = is_number(value) and math.isfinite(value) and low <= value <= high
+        inside = is_number(value) and low <= value <= high
         if not inside or (low_open and value == low):
             self.wrong(name, hint or f"a number from {low:g}{' (exclusive)' if low_open else ''} to {high:g}")
         return float(value)
@@ -51,7 +50,8 @@ class Fields:
         value = self.get(name)
         if value is None:
             return None
-        if not is_number(value) or not math.isfinite(value) or value != int(value) or not low <= value <= high:
+        # The range first: int() of an infinity raises, and so does float() of an integer beyond every float.
+        if not is_number(value) or not low <= value <= high or value != int(value):
             self.wrong(name, f"an integer of at least {low}" if high == INT64_MAX else f"an integer, {low} to {high}")
         return int(value)
 
