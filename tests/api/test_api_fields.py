@@ -374,6 +374,7 @@ async def test_continue_a_final_message(server, engine, tokenizer):
         NAN % "-Infinity",
         NAN % "1e999",
         NAN % ("9" * 5000),
+        NAN % ("0." + "9" * 5000),
         "[" * 100_000,
     ],
     ids=lambda body: str(body)[:30],
@@ -436,6 +437,43 @@ async def test_a_damaged_compressed_body(server):
 async def test_a_body_nested_too_deep(server, deep):
     error = await server.refused(json.dumps(said("hi", x=json.loads(deep))))
     assert "nested deeper than 128" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("filler", "times", "name"),
+    [("[],", 500_001, "arrays and objects"), ("{},", 500_001, "arrays"), ("1,", 2_000_001, "commas")],
+)
+async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(server, monkeypatch, filler, times, name):
+    monkeypatch.setattr("tided.api.body.json.loads", None)  # whoever parses fails with 500
+    body = '{"messages": [' + filler * times + "1]}"
+    error = await server.refused(zlib.compress(body.encode()), 413, headers={"Content-Encoding": "deflate"})
+    assert error["code"] == "request_too_large"
+    assert name in error["message"]
+
+
+async def test_a_body_of_too_many_keys_is_refused_before_it_is_parsed(server, monkeypatch):
+    monkeypatch.setattr("tided.api.body.json.loads", None)
+    body = '{"x": {' + '"":0,' * 500_001 + '"":0}}'
+    error = await server.refused(zlib.compress(body.encode()), 413, headers={"Content-Encoding": "deflate"})
+    assert (error["code"], "colons" in error["message"]) == ("request_too_large", True)
+
+
+NUMBERS = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens", "n", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "reasoning_effort"),
+)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)], ids=["huge", "negative"])
+@pytest.mark.parametrize("name", NUMBERS)
+async def test_integers_beyond_every_float_are_named(server, name, value):
+    assert (await server.refused(said("hi", **{name: value})))["param"] == name
+
+
+async def test_integers_beyond_every_float_in_a_list_are_named(server):
+    for value in (10**400, -(10**400)):
+        error = await server.refused(said("hi", stop_token_ids=[value]))
+        assert error["param"] == "stop_token_ids.0"
 
 
 def test_a_bomb_is_never_unfolded():
