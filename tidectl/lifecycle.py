@@ -66,7 +66,6 @@ def _claim(directory: Path) -> None:
 
 
 def _start(profile: Path, directory: Path, timeout_s: float, as_json: bool) -> None:
-    before = logs.sizes(directory)
     handle = supervisor.start(profile, directory)
     try:
         with waiting() as show:
@@ -75,7 +74,7 @@ def _start(profile: Path, directory: Path, timeout_s: float, as_json: bool) -> N
         _abort(handle)
         raise
     except TideError:
-        _show_why(directory, before)
+        _show_why(directory)
         raise
     _report(profile, directory, ranks, as_json)
 
@@ -93,14 +92,14 @@ def _abort(handle: supervisor.Handle) -> None:
     say("nothing is running")
 
 
-def _show_why(directory: Path, before: dict[int, int]) -> None:
+def _show_why(directory: Path) -> None:
     """How far the ranks are that go on loading, or the log of the one that ended: its last word is often shorter."""
     now = supervisor.status(directory)
     if now.running:
         say(line(loading(now.ranks)))
     if now.running or now.last is None or now.last.first is None:
         return
-    lines = logs.tail_of(directory, now.last.first, LOG_LINES, before.get(now.last.first, 0))
+    lines = logs.tail_of(directory, now.last.first, LOG_LINES)
     if lines:
         say(f"the last lines of rank {now.last.first}'s log:")
         say("\n".join(f"  {line}" for line in lines))

@@ -1,22 +1,31 @@
-"""`tidectl logs`: the ranks' log files; followed across truncation and rotation until the ranks have ended."""
+"""`tidectl logs`: the ranks' log files; followed across truncation and rotation until the ranks have ended.
+
+A rank's file outlives its run and goes on with the next; the supervisor writes a line between two runs (`run_mark`)."""
 
 import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tidectl.output import emit, is_terminal, say, styled, visible
-from tided.errors import NotRunningError
+from tidectl.supervisor import Status
+from tided.errors import NotRunningError, UsageError
 
 POLL_S = 0.2
 TAIL_BYTES = 4 << 20  # enough for any -n that a person reads, and a bound for a log without line ends
 
+_RUN_MARK = re.compile(r"==== \d{4}-\d\d-\d\d \d\d:\d\d:\d\d start of .* ====$")
 _LOG_NAME = re.compile(r"rank-(\d+)\.log$")
 
 Line = tuple[int, str]  # rank and text
+
+
+def run_mark(profile: Path) -> str:
+    """The line before the first of a run."""
+    return f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} start of {profile} ====\n"
 
 
 class Log:
@@ -27,15 +36,16 @@ class Log:
         self._file = path.open("rb")
         self._partial = b""
 
-    def last(self, lines: int, since_bytes: int = 0) -> list[Line]:
-        """The last whole lines, of those behind the first `since_bytes`; `added` goes on behind them."""
-        size = os.fstat(self._file.fileno()).st_size
-        begin = since_bytes if since_bytes <= size else 0  # a smaller file is a newer one
-        start = max(begin, size - TAIL_BYTES)
+    def last(self, lines: int, all_runs: bool = False) -> list[Line]:
+        """The last whole lines, of the last run alone or of all; `added` goes on behind them."""
+        start = max(0, os.fstat(self._file.fileno()).st_size - TAIL_BYTES)
         self._file.seek(start)
         found = self._whole_lines()
-        if start > begin:
+        if start:
             del found[:1]  # begins in the middle
+        marks = [number for number, (_, text) in enumerate(found) if _RUN_MARK.match(text)]
+        if marks and not all_runs:
+            del found[: marks[-1] + 1]
         return found[len(found) - lines :] if lines < len(found) else found
 
     def added(self) -> list[Line]:
@@ -69,11 +79,19 @@ class Log:
             return False  # between the renaming of the old file and the making of the new one
 
 
-def show(state_dir: Path, rank: int | None, lines: int, follow: bool, as_json: bool, alive: Callable[[], bool]) -> None:
+def show(
+    state_dir: Path,
+    ranks: Sequence[int],
+    lines: int,
+    follow: bool,
+    all_runs: bool,
+    as_json: bool,
+    alive: Callable[[], bool],
+) -> None:
     """`alive` says whether any rank still runs: following ends when none does and all its lines are shown."""
-    logs = _open(state_dir / "logs", rank)
+    logs = [Log(rank, log_path(state_dir, rank)) for rank in ranks]
     try:
-        tail = [line for log in logs for line in log.last(lines)]
+        tail = [line for log in logs for line in log.last(lines, all_runs)]
         if as_json and not follow:
             emit("logs/1", {"lines": [_fields(line) for line in tail]})
             return
@@ -86,34 +104,46 @@ def show(state_dir: Path, rank: int | None, lines: int, follow: bool, as_json: b
             log.close()
 
 
-def sizes(state_dir: Path) -> dict[int, int]:
-    """Bytes in each rank's log: where the next run's lines will begin."""
-    return {rank: path.stat().st_size for rank, path in _found(state_dir / "logs").items()}
+def choose(state_dir: Path, rank: int | None, all_runs: bool, now: Status) -> list[int]:
+    """The ranks whose logs are asked for: those of this run, or of the last one; with `all_runs` all that left a log.
+    Raises UsageError for a rank that is not among them, NotRunningError when there is none."""
+    found = _found(state_dir / "logs")
+    ran = [child.rank for child in now.run.ranks] if now.run else [r.rank for r in now.last.ranks] if now.last else []
+    candidates = [number for number in found if all_runs or not ran or number in ran]
+    if not candidates:
+        hint = "start a profile with `tidectl start PROFILE`"
+        raise NotRunningError("no rank has written a log yet", where=str(state_dir / "logs"), hint=hint)
+    if rank is None or rank in candidates:
+        return candidates if rank is None else [rank]
+    did = ("run here" if now.run else "ran last") if len(candidates) > 1 else "runs here" if now.run else "ran last"
+    hint = "--all shows its log" if rank in found else ""
+    raise UsageError(f"there is no rank {rank}: {_listed(candidates)} {did}", hint=hint)
 
 
-def tail_of(state_dir: Path, rank: int, lines: int, since_bytes: int = 0) -> list[str]:
-    """The end of a rank's log, for a message about how it ended; empty where there is none."""
+def _listed(ranks: Sequence[int]) -> str:
+    *others, last = (str(rank) for rank in ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
+def tail_of(state_dir: Path, rank: int, lines: int) -> list[str]:
+    """The end of a rank's last run, for a message about how it ended; empty where there is none."""
     try:
-        log = Log(rank, state_dir / "logs" / f"rank-{rank}.log")
+        log = Log(rank, log_path(state_dir, rank))
     except OSError:
         return []
-    found = [*log.last(lines, since_bytes), *log.rest()]
+    found = [*log.last(lines), *log.rest()]
     log.close()
     return [text for _, text in found[-lines:]]
 
 
-def _open(directory: Path, rank: int | None) -> list[Log]:
-    found = _found(directory)
-    wanted = sorted(found) if rank is None else [rank]
-    if not wanted or any(number not in found for number in wanted):
-        what = "no rank has written a log yet" if rank is None else f"there is no log of rank {rank}"
-        raise NotRunningError(what, where=str(directory), hint="start a profile with `tidectl start PROFILE`")
-    return [Log(number, found[number]) for number in wanted]
+def log_path(state_dir: Path, rank: int) -> Path:
+    return state_dir / "logs" / f"rank-{rank}.log"
 
 
 def _found(directory: Path) -> dict[int, Path]:
-    """Logs in use by rank; a rotated one has a further suffix."""
-    return {int(match[1]): path for path in directory.glob("rank-*.log") if (match := _LOG_NAME.match(path.name))}
+    """Logs in use by rank, in their order; a rotated one has a further suffix."""
+    found = {int(match[1]): path for path in directory.glob("rank-*.log") if (match := _LOG_NAME.match(path.name))}
+    return dict(sorted(found.items()))
 
 
 def _follow(logs: list[Log], write: Callable[[Line], None], alive: Callable[[], bool]) -> None:

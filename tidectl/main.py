@@ -151,18 +151,21 @@ def logs(
     lines: Annotated[
         int, typer.Option("--lines", "-n", metavar="N", min=0, help="Begin with the last N lines of each log.")
     ] = 50,
+    all_runs: Annotated[bool, typer.Option("--all", help="Earlier runs too, not the current or last alone.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --follow one a line.")] = False,
 ) -> None:
-    """Show the logs of the ranks, of the last run too.
+    """Show the logs of the ranks: of the run that is under way, else of the last one.
 
     \b
       tidectl logs -f
+      tidectl logs --all -n 1000
       tidectl logs --rank 1 -n 500
     """
     from tidectl import logs, state, supervisor
 
     directory = state.state_dir()
-    logs.show(directory, rank, lines, follow, json, lambda: supervisor.is_locked(directory))
+    ranks = logs.choose(directory, rank, all_runs, supervisor.status(directory))
+    logs.show(directory, ranks, lines, follow, all_runs, json, lambda: supervisor.is_locked(directory))
 
 
 @app.command()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from tidectl.logs import log_path, run_mark
 from tidectl.processes import Identity, identify
 from tidectl.supervisor import Child, Ended, EndedRank, Run
 from tided.control.files import write_private
@@ -38,10 +39,14 @@ class Log:
         self._open()
 
     def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(self._path, flags, 0o600)
         self._size = os.fstat(self._fd).st_size
-        self._at_line_end = True
+        self._at_line_end = not self._size or os.pread(self._fd, 1, self._size - 1) == b"\n"
+
+    def mark(self, line: str) -> None:
+        """A line of our own: what an earlier run left without its end is ended first."""
+        self.write(line.encode() if self._at_line_end else f"\n{line}".encode())
 
     def write(self, data: bytes) -> None:
         """A file is changed between two lines."""
@@ -76,8 +81,8 @@ class Log:
 class Member:
     """One rank as the supervisor holds it: process, log pipe, log file."""
 
-    def __init__(self, rank: int, command: list[str], log: Path) -> None:
-        self.rank, self.log = rank, Log(log)
+    def __init__(self, rank: int, command: list[str], log: Log) -> None:
+        self.rank, self.log = rank, log
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0
         )
@@ -146,8 +151,8 @@ class Supervisor:
 
     def _spawn(self, rank: int) -> None:
         arguments = ["--profile", str(self._profile), "--rank", str(rank), "--state-dir", str(self._state_dir)]
-        log = self._state_dir / "logs" / f"rank-{rank}.log"
-        member = Member(rank, [*self._program, *arguments], log)
+        member = Member(rank, [*self._program, *arguments], Log(log_path(self._state_dir, rank)))
+        member.log.mark(run_mark(self._profile))
         self._members.append(member)
         self._selector.register(member.output, selectors.EVENT_READ, member)
         children = [Child(member.rank, member.identity) for member in self._members]

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tidectl import logs
+from tidectl import logs, supervise
+from tidectl.processes import Identity
+from tidectl.supervisor import Child, Ended, EndedRank, Run, Status
+from tided.errors import UsageError
+
+NOTHING = Status(False, None, [], None)
 
 
 @pytest.fixture
@@ -81,7 +86,8 @@ def test_rotated_files_are_no_ranks_of_their_own(
     path.write_text("a\n")
     path.with_name("rank-0.log.1").write_text("old\n")
     path.with_name("supervisor.log").write_text("s\n")
-    logs.show(tmp_path, None, 10, follow=False, as_json=False, alive=lambda: False)
+    assert logs.choose(tmp_path, None, False, NOTHING) == [0]
+    logs.show(tmp_path, [0], 10, follow=False, all_runs=False, as_json=False, alive=lambda: False)
     assert capsys.readouterr().out == "a\n"
 
 
@@ -97,7 +103,7 @@ def test_following_ends_with_the_ranks_and_loses_nothing(
         append(path, f"alive {answer}\n" if answer else "last word")
         return answer
 
-    logs.show(tmp_path, 0, 10, follow=True, as_json=False, alive=alive)
+    logs.show(tmp_path, [0], 10, follow=True, all_runs=False, as_json=False, alive=alive)
     captured = capsys.readouterr()
     assert captured.out == "a\nalive True\nalive True\nlast word\n"
     assert captured.err == "the ranks have ended\n"
@@ -109,11 +115,56 @@ def test_the_end_of_a_log_for_a_message(path: Path, tmp_path: Path) -> None:
     assert logs.tail_of(tmp_path, 0, 2) == ["b", "c"]
 
 
-def test_the_end_of_one_run_only(path: Path, tmp_path: Path) -> None:
-    path.write_text("earlier run\n")
-    before = logs.sizes(tmp_path)
-    assert before == {0: 12}
-    append(path, "this run\n")
-    assert logs.tail_of(tmp_path, 0, 9, before[0]) == ["this run"]
-    path.write_text("rotated\n")
-    assert logs.tail_of(tmp_path, 0, 9, before[0]) == ["rotated"]
+def test_the_last_run_alone_unless_all_are_asked_for(path: Path, tmp_path: Path) -> None:
+    log = supervise.Log(path)
+    for run in ("first", "second"):
+        log.mark(logs.run_mark(Path("/p.toml")))
+        log.write(f"{run} run\ncut".encode())
+    log.close()
+    assert logs.Log(0, path).last(9) == [(0, "second run")]
+    assert logs.tail_of(tmp_path, 0, 9) == ["second run", "cut"]
+    shown = [text for _, text in logs.Log(0, path).last(9, all_runs=True)]
+    assert shown[1::2] == ["first run", shown[3]]
+    assert shown[2] == "cut"
+    assert "start of /p.toml" in shown[0]
+    assert shown[4] == "second run"
+
+
+def test_a_line_end_is_no_part_of_the_mark_after_it(path: Path) -> None:
+    path.write_text("whole\n")
+    supervise.Log(path).mark("mark\n")
+    assert path.read_text() == "whole\nmark\n"
+
+
+def state_of(running: list[int], last: list[int]) -> Status:
+    me = Identity(1, 1)
+    run = Run("p", me, 0.0, [Child(rank, me) for rank in running]) if running else None
+    ended = Ended("p", 0.0, None, [EndedRank(rank, 0, "") for rank in last]) if last else None
+    return Status(bool(running), run, [], ended)
+
+
+def test_the_ranks_of_this_run_or_the_last(path: Path, tmp_path: Path) -> None:
+    for rank in (0, 1, 2, 10):
+        path.with_name(f"rank-{rank}.log").write_text("x\n")
+    assert logs.choose(tmp_path, None, False, state_of([0, 1], [])) == [0, 1]
+    assert logs.choose(tmp_path, None, False, state_of([], [2, 1])) == [1, 2]
+    assert logs.choose(tmp_path, None, True, state_of([0, 1], [])) == [0, 1, 2, 10]
+    assert logs.choose(tmp_path, 10, True, state_of([0, 1], [])) == [10]
+
+
+@pytest.mark.parametrize(
+    ("running", "last", "rank", "words"),
+    [
+        ([0, 1], [], 5, "there is no rank 5: ranks 0 and 1 run here"),
+        ([1], [], 0, "there is no rank 0: rank 1 runs here\n  --all"),
+        ([], [0, 1, 2], 5, "there is no rank 5: ranks 0, 1 and 2 ran last"),
+    ],
+)
+def test_a_rank_that_is_not_there(
+    path: Path, tmp_path: Path, running: list[int], last: list[int], rank: int, words: str
+) -> None:
+    for number in (0, 1, 2):
+        path.with_name(f"rank-{number}.log").write_text("x\n")
+    with pytest.raises(UsageError) as caught:
+        logs.choose(tmp_path, rank, False, state_of(running, last))
+    assert str(caught.value).startswith(words)
