@@ -9,6 +9,7 @@ import asyncio
 import logging
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from tided.control.heartbeat import Heartbeats
 from tided.control.keys import Keys
 from tided.control.notify import Notifier
+from tided.control.progress import Progress
 from tided.control.state import Phase, StateFile
 from tided.engine.types import Event
 from tided.errors import PairError, TideError, UnavailableError
@@ -31,6 +33,7 @@ log = logging.getLogger("daemon")
 FAULT_SHOWN_S = 1.0  # how long /health tells of a fault before the process ends
 CLOSE_S = 3.0  # for replies under way
 ENGINE_END_S = 10.0  # for the step in progress
+WATCH_S = 1.0  # longest between two looks at the engine
 START_MORE_S = 60.0  # asked of the service manager at each sign of progress
 
 
@@ -48,7 +51,7 @@ class Daemon:
         self._heartbeats: Heartbeats | None = None
         self._front: Front | None = None
         self._thread: threading.Thread | None = None
-        self._fed_seq = -1
+        self._progress = Progress(time.monotonic())
 
     # Called by the engine thread
 
@@ -80,7 +83,7 @@ class Daemon:
         """Until the rank ends: by request (None) or by an error."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop.set)
-        feeder = asyncio.create_task(self._feed_watchdog())
+        watch = asyncio.create_task(self._watch_engine())
         try:
             await self._live()
         except TideError as fault:
@@ -88,7 +91,7 @@ class Daemon:
         except Exception as fault:
             log.exception("the loop failed")
             self._conclude(TideError(f"the loop failed: {fault or type(fault).__name__}", hint="the log has the trace"))
-        feeder.cancel()
+        watch.cancel()
         error = self._outcome.result() if self._outcome.done() else None
         await self._end(error)
         return error
@@ -209,25 +212,45 @@ class Daemon:
             self._front.client.fail_all(error.what)
             await asyncio.sleep(FAULT_SHOWN_S)
 
-    # The service manager's watchdog
+    # The engine's progress, and the service manager's watchdog
 
-    async def _feed_watchdog(self) -> None:
-        while self._notifier.watchdog_s:
-            if self._progresses():
+    async def _watch_engine(self) -> None:
+        """Ends the rank when its engine hangs. The service manager hears from this task alone: while the loop runs and
+        the engine is no longer in a step than it may be."""
+        limit_s, watchdog_s = self._settings.parallel.step_timeout_s, self._notifier.watchdog_s
+        every_s = min(WATCH_S, limit_s / 4, watchdog_s / 3 or WATCH_S)
+        while True:
+            stalled_s = self._stalled_s()
+            if stalled_s > limit_s:
+                self._conclude(self._stuck(stalled_s))
+            elif self._engine is None or self.engine_is_alive:
                 self._notifier.alive()
-            await asyncio.sleep(self._notifier.watchdog_s / 3)
+            await asyncio.sleep(every_s)
 
-    def _progresses(self) -> bool:
-        """Steps are finished, or there is nothing to do. Before the engine serves the manager has its start limit."""
+    def _stalled_s(self) -> float:
+        """0 before the engine serves: until then the service manager has its start limit."""
         if self._engine is None:
-            return True
-        seq, before = self._engine.seq, self._fed_seq
-        self._fed_seq = seq
-        if not self.engine_is_alive:
-            return False
-        return seq != before or not self._has_work(seq)
+            return 0.0
+        seq = self._engine.seq
+        return self._progress.stalled_s(seq, self._has_work(seq), time.monotonic())
 
     def _has_work(self, seq: int) -> bool:
-        if self._front is not None:
-            return bool(self._front.client.health()["busy"])
-        return self._heartbeats is not None and self._heartbeats.peer_seq[0] > seq
+        """On rank 0: a request is open, or another rank is behind. On the others: rank 0 is ahead."""
+        peers = self._heartbeats.peer_seq if self._heartbeats is not None else {}
+        if self._front is None:
+            return peers.get(0, 0) > seq
+        return bool(self._front.client.health()["busy"]) or any(behind < seq for behind in peers.values())
+
+    def _stuck(self, stalled_s: float) -> PairError:
+        """Names the rank that is behind. Where none is, all wait for one that hangs in the step, and only the traces
+        in their logs tell which."""
+        seq = self._engine.seq if self._engine is not None else 0
+        peers = self._heartbeats.peer_seq if self._heartbeats is not None else {}
+        rank, at = min(((rank, at) for rank, at in peers.items() if at < seq), default=(self._rank, seq))
+        where = (
+            f"it stands at step {at}, rank {self._rank} at step {seq}" if rank != self._rank else f"after step {seq}"
+        )
+        return PairError(
+            f"rank {rank}'s engine makes no step since {stalled_s:.1f} s; {where}",
+            hint="every rank's log shows where its threads stood; a longer step needs a longer parallel.step_timeout_s",
+        )

@@ -128,6 +128,9 @@ class Parallel(Section, frozen=True):
     ] = ""
     heartbeat_s: Annotated[float, _doc("node", "Seconds between heartbeats.", gt=0, le=10)] = 0.5
     peer_timeout_s: Annotated[float, _doc("node", "Silence after which a peer counts as dead.", gt=0, le=120)] = 3.0
+    step_timeout_s: Annotated[
+        float, _doc("node", "A rank that has work and finishes no step for so long counts as stuck.", gt=0, le=3600)
+    ] = 60.0
     start_timeout_s: Annotated[float, _doc("node", "Longest wait for the other ranks at start.", gt=0, le=3600)] = 120.0
 
 

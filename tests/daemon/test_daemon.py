@@ -14,6 +14,7 @@ from tests.control.conftest import make_settings
 from tests.daemon.helpers import until, write_profile
 from tests.daemon.tiny import profile_text
 from tided import boot
+from tided.control.progress import Progress
 from tided.control.state import StateFile, read_rank
 from tided.errors import DataError, PairError, TideError, UnavailableError
 from tided.life import Daemon
@@ -25,13 +26,13 @@ class FakeEngine:
 
 @pytest.fixture
 def make_daemon(tmp_path, monkeypatch):
-    """`make_daemon(thread)`: rank 1, whose engine thread runs `thread(loop_side)`."""
+    """`make_daemon(thread)`: a rank whose engine thread runs `thread(loop_side)`."""
 
-    def make(thread, environment=()):
+    def make(thread, environment=(), number=1, **parallel):
         for name, value in dict(environment).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(boot, "run_rank", lambda settings, rank, keys, state_dir, side: thread(side))
-        return Daemon(make_settings(2), 1, None, StateFile(tmp_path, 1))
+        return Daemon(make_settings(2, **parallel), number, None, StateFile(tmp_path, number))
 
     return make
 
@@ -120,25 +121,86 @@ async def test_the_service_manager_is_told(make_daemon, tmp_path):
         assert await asyncio.wait_for(running, 10) is None
 
 
-async def test_the_watchdog_is_fed_while_the_engine_progresses_or_rests_and_not_otherwise(make_daemon):
+def test_an_engine_stalls_only_while_it_has_work():
+    progress = Progress(now_s=0.0)
+    assert progress.stalled_s(3, True, 10.0) == 0  # the first look knows no step before it
+    assert progress.stalled_s(3, True, 14.0) == 4
+    assert progress.stalled_s(4, True, 15.0) == 0  # a step
+    assert progress.stalled_s(4, False, 90.0) == 0  # rest
+    assert progress.stalled_s(4, True, 92.0) == 2  # counted from the last rest on
+
+
+class Peers:
+    """Stands for the heartbeats."""
+
+    def __init__(self, **seq):
+        self.peer_seq = {int(name.removeprefix("rank_")): value for name, value in seq.items()}
+        self.faults = []
+
+    async def fault(self, message):
+        self.faults.append(message)
+
+    async def close(self): ...
+
+
+async def test_a_rank_whose_engine_hangs_ends_and_tells_the_others(make_daemon):
     release = threading.Event()
-    rank = make_daemon(lambda side: release.wait(30))
-    assert rank._progresses()  # still starting
-    rank._start_engine()
-    rank._engine = engine = FakeEngine()
-    rank._heartbeats = type("Beats", (), {"peer_seq": {0: 0}})()
-    assert rank._progresses()
-    assert rank._progresses()  # nothing to do
-    rank._heartbeats.peer_seq[0] = 5
-    assert not rank._progresses()  # rank 0 is ahead, and this engine stands still
-    engine.seq = 1
-    assert rank._progresses()
-    assert not rank._progresses()
-    engine.seq = 5
-    assert rank._progresses()
+
+    def thread(side):
+        side.ready(FakeEngine())
+        release.wait(30)
+
+    rank = make_daemon(thread, step_timeout_s=0.2)
+    rank._heartbeats = Peers(rank_0=5)
+    error = await asyncio.wait_for(rank.run(), 10)
+    assert isinstance(error, PairError)
+    assert "rank 1's engine makes no step since 0." in error.what
+    assert rank._heartbeats.faults == [error.what]
     release.set()
-    rank._thread.join(10)
-    assert not rank._progresses()  # its engine has ended
+
+
+@pytest.mark.parametrize(
+    ("busy", "behind", "words"),
+    [
+        (True, 7, "rank 0's engine makes no step since"),
+        (True, 3, "rank 1's engine makes no step since"),
+        (False, 3, "rank 1's engine makes no step since"),
+        (False, 7, None),
+    ],
+)
+async def test_rank_0_names_the_rank_that_is_behind_and_lets_a_pair_rest(make_daemon, busy, behind, words):
+    release = threading.Event()
+    rank = make_daemon(lambda side: release.wait(30), number=0, step_timeout_s=0.1)
+    rank._start_engine()
+    rank._engine, rank._heartbeats = FakeEngine(), Peers(rank_1=behind)
+    rank._engine.seq = 7
+    client = type("Client", (), {"health": lambda self: {"busy": busy}})()
+    rank._front = type("Front", (), {"client": client})()
+    watch = asyncio.create_task(rank._watch_engine())
+    await asyncio.wait((rank._outcome,), timeout=10 if words else 0.5)
+    assert rank._outcome.done() == (words is not None)
+    assert not words or words in rank._outcome.result().what
+    watch.cancel()
+    release.set()
+
+
+@pytest.mark.parametrize("engine_runs", [True, False])
+async def test_the_watchdog_is_fed_while_the_engine_runs_and_not_otherwise(make_daemon, engine_runs):
+    release = threading.Event()
+    fed = []
+    rank = make_daemon(lambda side: release.wait(30))
+    rank._notifier.alive = lambda: fed.append(1)
+    rank._notifier.watchdog_s = 0.03
+    rank._start_engine()
+    rank._engine = FakeEngine()
+    if not engine_runs:
+        release.set()
+        rank._thread.join(10)
+    watch = asyncio.create_task(rank._watch_engine())
+    await asyncio.sleep(0.2)
+    assert bool(fed) == engine_runs
+    watch.cancel()
+    release.set()
 
 
 @pytest.mark.parametrize(

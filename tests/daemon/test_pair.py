@@ -13,6 +13,12 @@ from tests.daemon.tiny import profile_text
 from tidectl import supervisor
 
 CLIENT_SEES_S = 5.0
+PATCHED = (sys.executable, "-m", "tests.daemon.patched_rank")
+
+
+def fails(tmp_path, rank, words):
+    (tmp_path / "state").mkdir(mode=0o700)
+    (tmp_path / "state" / f"failure-{rank}").write_text(words)
 
 
 def test_an_answer_is_finished_before_an_orderly_stop(checkpoint, tmp_path):
@@ -55,6 +61,21 @@ def test_when_a_follower_dies_or_hangs_the_client_is_told_and_a_new_start_works(
         with started(pair.profile, pair.state_dir) as again:
             again.handle.wait_ready(60)
             assert Stream(pair.url, max_tokens=2).first_words()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_an_engine_hangs_while_its_loop_beats_on_the_client_is_told(checkpoint, tmp_path, victim):
+    fails(tmp_path, victim, "hang 12")
+    with running(profile_text(checkpoint), tmp_path, program=PATCHED, step_timeout_s=1.0) as pair:
+        stream = Stream(pair.url, max_tokens=900)
+        stream.first_words()
+        *_, failure, done = stream.events()
+        assert done == "[DONE]"
+        assert "engine makes no step since" in failure["error"]["message"]
+        last = pair.ended()
+        assert {rank.rank: rank.exit_code for rank in last.ranks} == {0: 70, 1: 70}
+        assert "engine makes no step" in pair.state(1).message
+        assert "in fail" in pair.log(victim)  # where the engine stood
 
 
 def test_when_rank_0_dies_the_others_end(checkpoint, tmp_path):

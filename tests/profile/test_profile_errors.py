@@ -94,7 +94,7 @@ FILE:19:1: error: unknown key 'parallel.port'
  19 | port = 3
     | ^^^^
     = rule: [parallel] has the keys ranks, hosts, control_port, data_port, interface, key_file, heartbeat_s, \
-peer_timeout_s, start_timeout_s
+peer_timeout_s, step_timeout_s, start_timeout_s
     = help: 'port' belongs to [server]
 
 FILE:21:2: error: unknown section 'serve'

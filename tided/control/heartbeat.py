@@ -2,7 +2,8 @@
 
 Starts when the handshake is done, so that a rank that dies while it loads is seen too. Rank 0 hears all, the others
 hear rank 0; rank 0 passes a failure on to the rest. The loop beats, not the engine: an engine that computes for long is
-alive, one that ended says so by a Fault. (An engine that hangs is found by the timeouts of the collectives.)
+alive, one that ended says so by a Fault. (An engine that hangs is found by the steps that it does not make:
+`tided.control.progress`.)
 """
 
 import asyncio

@@ -28,7 +28,6 @@ from tided.control.messages import ControlMessage, Digest, Hello, Ready, Refused
 from tided.errors import GuardError, PairError, PermissionError_, UnavailableError
 from tided.settings import Settings
 
-REPLY_TIMEOUT_S = 30.0  # a rank answers within a step; this bounds a hang that the heartbeats do not see
 HANDSHAKES = 10  # that fail one after the other are no accident of a rank 0 that just starts or ends
 Pair = tuple[int, int]
 Reply = TypeVar("Reply", Ready, Digest)
@@ -121,7 +120,7 @@ class Leader:
 
     def compare(self, seq: int, digest: str) -> None:
         """Waits for the other ranks' digests of step `seq`. Raises PairError for a difference or a silence (C3)."""
-        for connection, reply in self._replies(Digest, REPLY_TIMEOUT_S):
+        for connection, reply in self._replies(Digest, self._settings.parallel.step_timeout_s):
             rank = self._rank_of[connection]
             if reply.seq != seq:
                 raise PairError(f"rank {rank} is at step {reply.seq}, rank 0 at step {seq}")

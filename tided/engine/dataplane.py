@@ -32,7 +32,7 @@ from tided.control.wire import all_local, leader_ip, listen_tcp
 from tided.errors import ConfigError, PairError, UnavailableError
 from tided.settings import Parallel, Settings
 
-COLLECTIVE_TIMEOUT_S = 300.0  # a slow peer is not dead: its heartbeats tell; this bounds a hang that they don't see
+COLLECTIVE_STEPS = 1.5  # a wait in a collective, in longest steps: whoever watches the engine's steps says more
 SIOCGIFADDR = 0x8915
 Join = Callable[[Sequence[Tensor]], Tensor]
 
@@ -55,7 +55,7 @@ class TorchGroup:
                 store=self._store,
                 rank=rank,
                 world_size=self.ranks,
-                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+                timeout=timedelta(seconds=COLLECTIVE_STEPS * settings.parallel.step_timeout_s),
             )
         except Exception as error:
             raise UnavailableError(f"rank {rank} cannot join the data plane: {_first_line(error)}") from error

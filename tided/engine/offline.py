@@ -36,6 +36,7 @@ Numerics = Literal["native", "fp32"]
 KEY = "logits"
 RESULT = "logits.safetensors"
 JOB = "job.json"
+STEP_TIMEOUT_S = 3600.0  # a rank waits in its first collective for those that still load; the run has its own limit
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,7 +152,9 @@ def _changed(
         experts=replace(settings.experts, resident=given(resident, settings.experts.resident), spare_slots=1),
         cache=Cache(context_tokens=context, pool_tokens=context),
         engine=Engine(device=settings.engine.device, lanes=1, threads=settings.engine.threads),
-        parallel=Parallel(ranks=given(ranks, settings.parallel.ranks), data_port=free_port()),
+        parallel=Parallel(
+            ranks=given(ranks, settings.parallel.ranks), data_port=free_port(), step_timeout_s=STEP_TIMEOUT_S
+        ),
     )
 
 
