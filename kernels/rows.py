@@ -1,8 +1,8 @@
 """Arithmetic whose result for a row does not depend on the rows beside it.
 
 CPU libraries choose tiles, vector tails and reduction trees by shape, so the same row can come out with other bits
-when it has company. Up to `ROWS` rows (a decode step) therefore go through a matrix product one by one, and through what
-treats all rows as one long vector; a prompt chunk, whose rows belong to one request, is computed as a whole.
+when it has company. Up to `ROWS` rows (a decode step) therefore go one by one through matrix products, and through
+what treats all rows as one long vector; a prompt chunk, whose rows belong to one request, is computed as a whole.
 
 Norms, rotations, roundings, gates and batches of small products take each row by itself anyway, at widths that are a
 multiple of 32. `tests/kernels/test_rows.py` compares the bits of every operation of a decode step.

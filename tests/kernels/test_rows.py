@@ -57,6 +57,7 @@ def rotated(*shape: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 GATES = randn(MIXES, seed=3)
+GROUPED = randn(2, 96, 4096, seed=1) / 64
 SINGLE: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "norm": (HIDDEN, lambda x: rms_norm(x, randn(HIDDEN, seed=1), 1e-20)),
     "norm of a query": (Q_RANK, lambda x: rms_norm(x, randn(Q_RANK, seed=1), 1e-20)),
@@ -78,7 +79,6 @@ SINGLE: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "experts": (HIDDEN, expert_sum),
     "engram": (HIDDEN, lambda x: engram.mix(streams(x), streams(x.flip(1)), x, randn(4, HIDDEN, seed=4)).flatten(1)),
 }
-GROUPED = randn(2, 96, 4096, seed=1) / 64
 TURNED: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
     "queries": (HEADS * HEAD, rotated(HEADS, HEAD)),
     "a row": (HEAD, rotated(HEAD)),
