@@ -71,6 +71,8 @@ app = typer.Typer(
 )
 profile = typer.Typer(help="Check, list and explain profiles.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(profile, name="profile")
+tide = typer.Typer(help="What the server has learned of its traffic.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(tide, name="tide")
 
 PROFILE_HELP = "A TOML file, or a name of `tidectl profile list`."
 Profile = Annotated[str, typer.Argument(metavar="PROFILE", autocompletion=profile_names, help=PROFILE_HELP)]
@@ -118,7 +120,9 @@ def restart(
     profile: Annotated[
         str | None,
         typer.Argument(
-            metavar="PROFILE", autocompletion=profile_names, help="Another profile.  [default: the one that runs]"
+            metavar="PROFILE",
+            autocompletion=profile_names,
+            help="Another profile.  [default: the one that runs, or ran last]",
         ),
     ] = None,
     timeout: Timeout = 600,
@@ -330,6 +334,49 @@ def profile_show(file: Profile, json: Json = False) -> None:
     from tidectl import profile_commands, profiles
 
     profile_commands.show(profiles.find(file), json)
+
+
+@tide.command("simulate")
+def tide_simulate(
+    traffic: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="mixed or switching; may be given twice.  [default: both]"),
+    ] = None,
+    share: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="SHARE",
+            min=0.05,
+            max=1,
+            help="Of all experts, those in memory; may be given again.  [default: 0.25, 0.4, 0.65]",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Runs of each, with seeds 0 to N - 1.")] = 5,
+    layers: Annotated[
+        int, typer.Option(metavar="N", min=1, max=40, help="Layers of the simulated model; the real one has 40.")
+    ] = 8,
+    control: Annotated[
+        bool, typer.Option(help="Add the control: traffic without popularity or memory, where no policy can gain.")
+    ] = True,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A recorded trace instead of simulated traffic.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compare policies for what to keep in memory, on simulated traffic.
+
+    Ours is the code that serves: planner, pilot and hot reads. All policies have the same memory and may read as
+    much. Exits with 1 when a policy missed less than ours, or read less, or when the control shows a gain.
+
+    \b
+      tidectl tide simulate
+      tidectl tide simulate --traffic switching --share 0.4 --seeds 1
+      tidectl tide simulate --trace bench/data/mini-routing.safetensors
+    """
+    from tidectl import simulate
+
+    options = simulate.Options(traffic or [], share or [], seeds, layers, control, trace)
+    raise typer.Exit(simulate.run(options, json))
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ from tided.tide.heat import Heat, Indices, Weights
 from tided.tide.kin import Kin
 from tided.tide.planner import Pair, PairSwap, swap_plan
 
-MARGIN = 1.3  # a newcomer must be expected to carry so many times what its victim carries
-MIN_GAIN = 0.3  # of the mean expected weight: what gains less is not worth a read
+MARGIN = 1.1  # a newcomer must be expected to carry so many times what its victim carries
+MIN_GAIN = 0.25  # of the mean expected weight: what gains less is not worth a read
 
 
 @dataclass(frozen=True)

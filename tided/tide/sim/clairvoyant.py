@@ -1,8 +1,8 @@
 """A policy that knows the future: how much better could any be?
 
-Belady by weight. Like the others it reads only what was missed; what it keeps is what will carry the most routing weight
-soon, near tokens counting for more. Which horizon is best depends on how long a slot can be held, so the bound of a run
-is the best of several. It is a strong reference, not a proof: greedy choices under a read budget need not be optimal.
+Belady by weight. Like the others it reads only what was missed; what it keeps is what will carry the most routing
+weight soon, near tokens counting for more. Which horizon is best depends on how long a slot can be held, so the bound
+of a run is the best of several. A strong reference, not a proof: greedy choices under a read budget may be improved.
 """
 
 import numpy as np
@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from tided.tide.hot import Moves
 from tided.tide.planner import Pair, boot_set
-from tided.tide.sim.policies import Floats, Picks
+from tided.tide.sim.policies import Floats, Picks, lowest
 from tided.tide.sim.trace import Trace
 
-HORIZONS_TOKENS = (60.0, 200.0, 700.0)
+HORIZONS_TOKENS = (60.0, 200.0)
 
 
 class Clairvoyant:
@@ -40,7 +40,7 @@ class Clairvoyant:
         if not wanted:
             return moves
         worth = np.where(self.present, future, np.inf)
-        victims = iter(np.argsort(worth, kind="stable")[: 4 * len(wanted) + 64])
+        victims = iter(lowest(worth, len(wanted) + 64))
         for newcomer in wanted:
             victim = next((v for v in map(int, victims) if self._count[v // self.shape.experts] > self.shape.top_k), -1)
             if victim < 0 or future[victim] >= future[newcomer]:

@@ -19,11 +19,12 @@ Picks = npt.NDArray[np.int64]  # [rows, picks of a row] as layer * experts + exp
 
 
 class Policy(Protocol):
-    """`observe` every step, in order; then `moves`. `published` and `failed` tell what became of each load."""
+    """`observe` every step, in order; then `moves`. `published` and `failed` tell what became of each load; with a load
+    that was a swap's, `published` answers what leaves in the same moment."""
 
     def observe(self, picks: Picks, weights: Floats, is_prompt: bool) -> None: ...
     def moves(self, reads: int) -> Moves: ...
-    def published(self, pair: Pair) -> None: ...
+    def published(self, pair: Pair) -> Pair | None: ...
     def failed(self, pair: Pair) -> None: ...
     def request_done(self) -> None: ...
 
@@ -31,15 +32,16 @@ class Policy(Protocol):
 class Static:
     """Keeps what it began with."""
 
-    def __init__(self, residents: list[Pair]) -> None:
-        self.residents = residents
-
     def observe(self, picks: Picks, weights: Floats, is_prompt: bool) -> None: ...
     def moves(self, reads: int) -> Moves:
         return Moves()
 
-    def published(self, pair: Pair) -> None: ...
-    def failed(self, pair: Pair) -> None: ...
+    def published(self, pair: Pair) -> None:
+        raise AssertionError("nothing was loaded")
+
+    def failed(self, pair: Pair) -> None:
+        raise AssertionError("nothing was loaded")
+
     def request_done(self) -> None: ...
 
 
@@ -58,30 +60,31 @@ class Demanded:
         self.uses: Floats = base.ravel() * shape.top_k * PRIOR_TOKENS  # ever
         self.uses_here: Floats = np.zeros(pairs)  # since it was loaded
         self._recent: Picks = np.zeros(0, dtype=np.int64)
-        self._missed: Floats = np.zeros(pairs)
+        self._missed: Picks = np.zeros(0, dtype=np.int64)  # in the last step, the heaviest first
         self._loading: set[int] = set()
         self._count = self.present.reshape(shape.layers, -1).sum(axis=1)
 
     def observe(self, picks: Picks, weights: Floats, is_prompt: bool) -> None:
-        rows = np.broadcast_to(self.clock + 1 + np.arange(len(picks))[:, None], picks.shape)
-        np.maximum.at(self.last_use, picks.ravel(), rows.ravel())
-        self.clock += len(picks)
-        np.add.at(self.uses, picks.ravel(), 1.0)
-        np.add.at(self.uses_here, picks.ravel(), 1.0)
+        for row in picks:
+            self.clock += 1
+            self.last_use[row] = self.clock
+        found, at = np.unique(picks, return_inverse=True)
+        count = np.bincount(at.ravel())
+        self.uses[found] += count
+        self.uses_here[found] += count
         self._recent = picks[-1]
-        weight = np.bincount(picks.ravel(), weights.ravel(), minlength=len(self.present))
-        self._missed = np.where(self.present, 0.0, weight)
+        missed = ~self.present[found]
+        weight = np.bincount(at.ravel(), weights.ravel())[missed]
+        self._missed = found[missed][np.argsort(-weight, kind="stable")]
 
     def moves(self, reads: int) -> Moves:
         moves = Moves()
-        missed = np.flatnonzero(self._missed)
-        missed = missed[np.argsort(-self._missed[missed], kind="stable")]
-        wanted = [int(pair) for pair in missed if int(pair) not in self._loading][:reads]
+        wanted = [int(pair) for pair in self._missed if int(pair) not in self._loading][:reads]
         if not wanted:
             return moves
         worth = np.where(self.present, self._worth(self), np.inf)
         worth[self._recent] = np.inf
-        victims = iter(np.argsort(worth, kind="stable")[: 4 * len(wanted) + 64])
+        victims = iter(lowest(worth, len(wanted) + 64))
         for newcomer in wanted:
             victim = next((v for v in map(int, victims) if self._may_go(v, worth)), None)
             if victim is None:
@@ -124,7 +127,8 @@ def lfru(policy: Demanded) -> Floats:
     """Two halves: the recently used are safe, and of the others the least used goes. A use lifts into the first."""
     present = policy.last_use[policy.present]
     safe = policy.last_use > np.partition(present, len(present) // 2)[len(present) // 2]
-    return policy.uses + 1e9 * safe
+    kept: Floats = policy.uses + 1e9 * safe
+    return kept
 
 
 def age_over_uses(policy: Demanded) -> Floats:
@@ -135,3 +139,10 @@ def age_over_uses(policy: Demanded) -> Floats:
 DEMANDED: dict[str, Callable[[Demanded], Floats]] = {
     "LRU": lru, "LFU": lfu, "LFRU": lfru, "age/(1+uses)": age_over_uses,
 }  # fmt: skip
+
+
+def lowest(keys: Floats, count: int) -> list[int]:
+    """Indices of about the `count` lowest keys (all that equal the last of them too), lowest first."""
+    count = min(count, len(keys) - 1)
+    chosen = np.flatnonzero(keys <= np.partition(keys, count)[count])
+    return [int(index) for index in chosen[np.argsort(keys[chosen], kind="stable")]]

@@ -66,7 +66,9 @@ class World:
             if good:
                 self.routable[self._index(pair)] = True
                 self._count[pair[0]] += 1
-                self.policy.published(pair)
+                leaves = self.policy.published(pair)
+                if leaves is not None:
+                    self._withdraw(leaves)
             else:
                 self._used -= 1
                 self.failed += 1

@@ -102,7 +102,7 @@ def _checked(
         raise ValueError(f"shapes {experts.shape}, {weights.shape} and {base.shape} do not fit")
     shape = RouterShape(base.shape[0], base.shape[1], experts.shape[2])
     picks = experts.astype(np.int16)
-    if picks.size and not (0 <= picks.min() and picks.max() < shape.experts):
+    if picks.size and not (picks.min() >= 0 and picks.max() < shape.experts):
         raise ValueError("it names experts that the model does not have")
     at = 0
     for span in spans:
@@ -111,4 +111,5 @@ def _checked(
         at += span.prompt + span.answer
     if at != len(picks):
         raise ValueError(f"its requests have {at} tokens, the picks {len(picks)}")
-    return Trace(shape, picks, weights.astype(np.float32) / 255, spans, base.astype(np.float64))
+    shares: npt.NDArray[np.float32] = weights.astype(np.float32) / np.float32(255)
+    return Trace(shape, picks, shares, spans, base.astype(np.float64))

@@ -1,8 +1,9 @@
 """Synthetic demand with the real model's statistics.
 
 Topics are pick counts of DeepSeek-V4.1-Flash, layers 0 and 24 (`data/`, some 3,500 tokens a topic). A simulated layer
-is one of the two with its experts renamed, sharpened or flattened until the popularity of its union of topics is that of
-the real layer it stands for. Inside a topic every request has subjects of its own, which drift while it is written.
+is one of the two with its experts renamed, sharpened or flattened until the popularity of its union of topics is that
+of the real layer it stands for. Inside a topic every request has subjects of its own, which drift while it is written;
+how much was chosen so that static sets, LRU and six tokens together do as they do on the real model (`calibration`).
 """
 
 import csv
@@ -18,11 +19,13 @@ from tided.tide.demand import Grid, RouterShape, per_layer
 from tided.tide.sim.trace import Span, Trace
 
 EXPERTS, TOP_K, MODEL_LAYERS = 384, 6, 40
+Experts = npt.NDArray[np.int16]  # [tokens, layers, top_k]
+Weights = npt.NDArray[np.float32]  # [tokens, layers, top_k]
 Topics = npt.NDArray[np.float64]  # [topics, layers, experts], every layer sums to 1
 
 SEED_TOKENS = 3500  # what a seed has seen of each topic
 STRETCH_TOKENS = 32  # after so many tokens the subject has drifted
-REQUEST_TILT, STRETCH_TILT, DRIFT = 0.9, 0.9, 0.5  # found by `calibration`: see bench/simulate.py
+REQUEST_TILT, STRETCH_TILT, DRIFT = 0.9, 0.9, 0.5
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def _spans(mix: Mix, topic_count: int, rng: np.random.Generator) -> list[Span]:
     return spans
 
 
-def _request(topic: Grid, tokens: int, rng: np.random.Generator) -> tuple[npt.NDArray, npt.NDArray]:  # type: ignore[type-arg]
+def _request(topic: Grid, tokens: int, rng: np.random.Generator) -> tuple[Experts, Weights]:
     """experts, weights [tokens, layers, top_k] of one request of a topic [layers, experts]."""
     likely = np.log(np.maximum(topic, 1e-7)) + REQUEST_TILT * rng.standard_normal(topic.shape)
     experts, weights = [], []
