@@ -11,12 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from kernels import engram
 from kernels.formats import fp8_rows
 from kernels.numerics import FP32
 from packers.shards import Checkpoint
-from tests.models.random_checkpoint import golden_config
-from tests.models.rig import CPU, GOLDEN
+from tests.models.random_checkpoint import golden_config, write_checkpoint
+from tests.models.rig import CPU, GOLDEN, load_model
 from tided.errors import DataError, UnavailableError
 from tided.models.deepseek_v41 import engram_rows
 from tided.models.deepseek_v41.config import read_config
@@ -88,6 +91,34 @@ def test_vocabulary_and_rows_of_the_prompt(prompt, rounded):
     history = _histories(Tail(vocabulary[2]), vocabulary[prompt.numpy()], 4)
     for i, hashing in enumerate(layer_hashing(config).values()):
         assert hashing.rows_of(history).tolist() == rounded["prefill.engram_ids"][:, i].tolist()
+
+
+@pytest.mark.parametrize(
+    "alike",
+    [
+        ("ﬁ１", "fi1"),  # a ligature, a full-width digit
+        ("Ａ", "a"),
+        ("Éé", "ee"),
+        ("e\u0301", "é"),
+        (" \t\n ", " "),
+        (" x ", "x"),
+        ("a\r\n  b", "a b"),
+    ],
+)
+def test_tokens_that_read_alike_share_an_id(tmp_path, alike):
+    assert compressed_of(tmp_path, *alike, "other") == [0, 0, 1]
+
+
+@pytest.mark.parametrize("apart", [("a", "b"), (" ", "x"), ("ß", "s"), ("a b", "ab")])
+def test_tokens_that_read_otherwise_do_not(tmp_path, apart):
+    assert compressed_of(tmp_path, *apart) == [0, 1]
+
+
+def compressed_of(tmp_path, *texts):
+    """The ids of a tokenizer whose tokens are these texts, which must be two."""
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({text: i for i, text in enumerate(texts)}, unk_token=texts[-1])).save(str(path))
+    return compressed_vocabulary(path, len(texts), 2).tolist()
 
 
 @pytest.fixture
@@ -185,3 +216,15 @@ def test_a_disk_error_is_named(monkeypatch, readers):
     monkeypatch.setattr(engram_rows.os, "preadv", fail)
     with pytest.raises(DataError, match=f"row 3 of {PREFIX}.weight cannot be read: Input/output error"):
         Table(Checkpoint.open(GOLDEN), PREFIX, 0, readers).ask(np.array([[3]])).take(CPU)
+
+
+def test_a_layer_behind_the_last_source_looks_up_its_own_rows_under_bounded_replay(tmp_path, monkeypatch, prompt):
+    """By then the pass has dropped all rows but the last window."""
+    path, mix, seen = write_checkpoint(tmp_path, golden_config(engram_layer_ids=[1, 7])), engram.mix, {}
+    for replay in ("full", "bounded"):
+        keys = seen[replay] = []
+        monkeypatch.setattr(engram, "mix", lambda h, k, v, w, keys=keys: keys.append(k) or mix(h, k, v, w))
+        model = load_model(path, numerics="fp32", decoder_replay=replay)
+        model.prefill(model.open_lane(0), prompt, "last")
+    assert [len(keys) for keys in seen["bounded"]] == [101, 32]
+    torch.testing.assert_close(seen["bounded"][1], seen["full"][1][-32:])

@@ -304,7 +304,10 @@ def test_identity_tells_config_names_layout_and_weights_apart(tmp_path):
     assert len(names) == len(variants)
 
 
-@pytest.mark.parametrize("place", [0, 4095, 500_000 - 1])
+WINDOWS = [i * (500_000 - 4096) // 63 for i in range(64)]  # where each begins: evenly spread, both ends included
+
+
+@pytest.mark.parametrize("place", [0, 4095, 500_000 - 1, *WINDOWS[1::9], *(begin + 4095 for begin in WINDOWS[5::20])])
 def test_identity_sees_the_sampled_windows_of_a_large_shard(tmp_path, place):
     content = bytearray(500_000)
     plain = write_checkpoint(tmp_path / "1", {"a.safetensors": {"w": ("U8", [500_000], bytes(content))}})

@@ -181,6 +181,23 @@ def test_a_damaged_page_is_found(tmp_path):
     assert "set aside" in opened(tmp_path).note
 
 
+def test_damage_that_only_a_later_vote_would_meet_is_found(tmp_path):
+    """Of the index over `meta`, which reading does not use: the next vote would write through it."""
+    path = recorded(tmp_path).path
+    with sqlite3.connect(path) as connection:
+        page_bytes = connection.execute("PRAGMA page_size").fetchone()[0]
+        query = "SELECT rootpage FROM sqlite_schema WHERE name = 'sqlite_autoindex_meta_1'"
+        page = connection.execute(query).fetchone()[0]
+    connection.close()
+    content, first_cell = bytearray(path.read_bytes()), (page - 1) * page_bytes + 8
+    content[first_cell : first_cell + 2] = b"\xff\xff"
+    path.write_bytes(content)
+    refused = opened(tmp_path)
+    assert refused.demand.requests == 0
+    assert "it is damaged" in refused.note
+    refused.close()
+
+
 def test_two_set_aside_in_one_second_do_not_overwrite_each_other(tmp_path):
     path = opened(tmp_path, record=False).path
     for content in (b"first", b"second", b"third"):
