@@ -85,12 +85,17 @@ class RequestError(TideError):
 
 
 class ContextOverflowError(RequestError):
-    """The prompt, or the prompt and the answer asked for, do not fit the context."""
+    """The prompt, or the prompt and the answer asked for, do not fit the context.
 
-    def __init__(self, context_tokens: int, prompt_tokens: int, max_tokens: int) -> None:
+    `counted`: whether `prompt_tokens` is the whole prompt; counting stops behind the context.
+    """
+
+    def __init__(self, context_tokens: int, prompt_tokens: int, max_tokens: int, *, counted: bool = True) -> None:
+        more = "" if counted else "more than "
         super().__init__(
             f"This model's maximum context length is {context_tokens} tokens. However, you requested "
-            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the messages, {max_tokens} in the completion).",
+            f"{more}{prompt_tokens + max_tokens} tokens "
+            f"({more}{prompt_tokens} in the messages, {max_tokens} in the completion).",
             code="context_length_exceeded",
             param="messages",
         )

@@ -481,7 +481,7 @@ def test_a_bomb_is_never_unfolded():
     tracemalloc.start()
     try:
         with pytest.raises(RequestError) as refusal:
-            decompressed(bomb, "gzip", 4096)
+            decompressed(bomb, "gzip", 4096, lambda: None)
         assert refusal.value.status == 413
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:

@@ -4,7 +4,6 @@ import hashlib
 import ipaddress
 import logging
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from aiohttp import web
@@ -15,15 +14,13 @@ from tided.api.json_text import to_json
 from tided.api.middleware import Handler, add_headers, expect, observe
 from tided.api.openai import chat_completions
 from tided.api.ports import Engine, Limits
+from tided.api.slots import Slots
 from tided.api.small_routes import health, model, models, numbers_of, root
 from tided.chat.deepseek_v41 import REQUIRED_SPECIALS
 from tided.chat.tokenizer import Tokenizer
 from tided.settings import Settings
 
 log = logging.getLogger("tided.api")
-
-# Tokenising is compiled code that lets other threads run: one long prompt must not hold up a short one.
-_ENCODERS = 2
 
 
 def build_app(
@@ -34,6 +31,7 @@ def build_app(
     Raises ConfigError for an unusable key file, DataError for a tokenizer without the model's special tokens.
     """
     tokenizer.require(REQUIRED_SPECIALS)
+    limits = limits or Limits()
     keys = KeyRing.load(settings.server.api_keys_file)
     if keys.open and not _is_loopback(settings.server.host):
         log.warning("anyone who reaches %s may ask: set server.api_keys_file", settings.server.host)
@@ -43,13 +41,13 @@ def build_app(
         tokenizer=tokenizer,
         settings=settings,
         keys=keys,
-        limits=limits or Limits(),
-        executor=ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode"),
+        limits=limits,
+        slots=Slots(limits.prepare_s),
         fingerprint=_fingerprint(identity, settings),
         context_tokens=min(settings.cache.context_tokens, settings.cache.pool_tokens),
     )
     app.on_response_prepare.append(add_headers)
-    app.cleanup_ctx.append(_encoders)
+    app.cleanup_ctx.append(_threads)
     _add_routes(app)
     return app
 
@@ -99,6 +97,6 @@ def _fingerprint(identity: str, settings: Settings) -> str:
     return f"tidelm-{digest.hexdigest()[:8]}"
 
 
-async def _encoders(app: web.Application) -> AsyncIterator[None]:
+async def _threads(app: web.Application) -> AsyncIterator[None]:
     yield
-    app[CONTEXT].executor.shutdown(wait=False, cancel_futures=True)
+    app[CONTEXT].slots.close()

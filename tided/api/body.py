@@ -5,13 +5,13 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from tided.api.errors import too_large
+from tided.api.errors import TooLargeError
 from tided.chat.text import shorten, well_formed
 from tided.errors import RequestError
 
@@ -21,6 +21,7 @@ MAX_DEPTH, MAX_DIGITS = 128, 1000
 # for these. A text of a million tokens holds fewer of each, so that counting inside strings too refuses no real prompt.
 MOST = ((b"[{", 500_000, "arrays and objects"), (b":", 500_000, "colons"), (b",", 2_000_000, "commas"))
 
+_SLICE_BYTES = 1 << 16
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -28,38 +29,44 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 async def read_body(request: web.Request, limit_bytes: int, timeout_s: float) -> bytes:
     """The body as it came, compressed or not. Reading stops at the limit."""
     if (request.content_length or 0) > limit_bytes:
-        raise too_large(limit_bytes)
+        raise TooLargeError(limit_bytes)
     try:
         async with asyncio.timeout(timeout_s):
             return await request.read()
     except TimeoutError:
         raise RequestError("The request's body did not arrive in time.", status=408, kind="timeout_error") from None
     except web.HTTPRequestEntityTooLarge:
-        raise too_large(limit_bytes) from None
+        raise TooLargeError(limit_bytes) from None
     except (HttpProcessingError, web.RequestPayloadError):
         raise RequestError("The request's body cannot be read.") from None
 
 
-def decompressed(body: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """`body` without its Content-Encoding. Stops at the limit: what a bomb would become is never in memory."""
+def decompressed(
+    body: bytes | bytearray, encoding: str, limit_bytes: int, alive: Callable[[], None]
+) -> bytes | bytearray:
+    """`body` without its Content-Encoding. Stops at the limit: what a bomb would become is never in memory. `alive` is
+    called between slices and ends the work by raising."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return body
     if name not in _WINDOW_BITS:
         raise RequestError(f"Content-Encoding {shorten(name, 40)} is not supported; use gzip or deflate.")
     unpacker = zlib.decompressobj(_WINDOW_BITS[name])
+    plain = bytearray()
     try:
-        plain = unpacker.decompress(body, limit_bytes + 1)
+        for at in range(0, len(body), _SLICE_BYTES):
+            alive()
+            plain += unpacker.decompress(body[at : at + _SLICE_BYTES], limit_bytes + 1 - len(plain))
+            if len(plain) > limit_bytes:
+                raise TooLargeError(limit_bytes)
     except zlib.error:
         raise RequestError(f"The request's body is not {name} data.") from None
-    if len(plain) > limit_bytes:
-        raise too_large(limit_bytes)
     if not unpacker.eof or unpacker.unused_data:
         raise RequestError(f"The request's body is damaged {name} data.")
     return plain
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object of a body. Unpaired surrogates become U+FFFD; of a key given twice the last value counts."""
     check_counts(body)
     try:
@@ -78,7 +85,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return dict(cleaned)
 
 
-def check_counts(body: bytes) -> None:
+def check_counts(body: bytes | bytearray) -> None:
     """Refuses what would take too long to parse, by what must be there for every value: at memory speed."""
     for signs, most, name in MOST:
         if sum(body.count(sign) for sign in signs) > most:

@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -11,6 +10,7 @@ from aiohttp import web
 from tided.api.auth import KeyRing
 from tided.api.generation import Generation
 from tided.api.ports import Engine, Limits
+from tided.api.slots import Slots
 from tided.chat.tokenizer import Tokenizer
 from tided.settings import Settings
 
@@ -26,7 +26,7 @@ class Context:
     settings: Settings
     keys: KeyRing
     limits: Limits
-    executor: Executor
+    slots: Slots
     fingerprint: str
     context_tokens: int
     started_s: float = field(default_factory=time.monotonic)

@@ -27,8 +27,13 @@ def engine_failed(what: str) -> RequestError:
     return RequestError(what, status=500, kind="server_error", code="engine_error")
 
 
-def too_large(limit_bytes: int) -> RequestError:
-    return RequestError(f"The request's body is larger than {limit_bytes} bytes.", status=413, code="request_too_large")
+class TooLargeError(RequestError):
+    """A body, as sent or unfolded, is larger than it may be."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"The request's body is larger than {limit_bytes} bytes.", status=413, code="request_too_large"
+        )
 
 
 def as_request_error(error: Exception) -> RequestError:

@@ -1,16 +1,17 @@
 """POST /v1/chat/completions."""
 
-import asyncio
+from contextlib import suppress
 
 from aiohttp import web
 
 from tided.api.body import decompressed, read_body
 from tided.api.context import CONTEXT, NOTE, Context
-from tided.api.errors import as_request_error, error_body
+from tided.api.errors import TooLargeError, as_request_error, error_body
 from tided.api.generation import Generation
 from tided.api.json_text import to_json
 from tided.api.openai_wire import ChatWire
 from tided.api.prepare import Prepared, prepare
+from tided.api.slots import SHORT_BYTES, Slots
 from tided.api.sse import DONE, EventStream, ReaderStalledError
 from tided.chat.deltas import Delta
 
@@ -31,17 +32,25 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _prepare(request: web.Request, context: Context) -> Prepared:
-    body = await read_body(request, context.settings.server.max_body_bytes, context.limits.body_s)
-    encoding = request.headers.get("Content-Encoding", "")
-
-    def work() -> Prepared:
-        plain = decompressed(body, encoding, context.settings.server.max_body_bytes)
-        return prepare(plain, context.tokenizer, context.context_tokens, context.settings.server.thinking)
-
-    prepared = await asyncio.get_running_loop().run_in_executor(context.executor, work)
+    limit_bytes = context.settings.server.max_body_bytes
+    body = await read_body(request, limit_bytes, context.limits.body_s)
+    plain = await _unfolded(body, request.headers.get("Content-Encoding", ""), limit_bytes, context.slots)
+    prepared = await context.slots.run(
+        len(plain), lambda alive: prepare(plain, context.tokenizer, context.settings, context.context_tokens, alive)
+    )
     if request.headers.get("x-engine-stats") == "0":
         return prepared.without_stats()
     return prepared
+
+
+async def _unfolded(body: bytes, encoding: str, limit_bytes: int, slots: Slots) -> bytes | bytearray:
+    """The body without its encoding. How long it is shows only then: what is not short starts again as a long one."""
+    if not encoding:
+        return body
+    if len(body) <= SHORT_BYTES < limit_bytes:
+        with suppress(TooLargeError):
+            return await slots.run(len(body), lambda alive: decompressed(body, encoding, SHORT_BYTES, alive))
+    return await slots.run(limit_bytes, lambda alive: decompressed(body, encoding, limit_bytes, alive))
 
 
 async def _whole(context: Context, generation: Generation, wire: ChatWire) -> web.Response:

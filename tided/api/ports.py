@@ -29,11 +29,13 @@ class Engine(Protocol):
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds. `keepalive_s`: longest silence of a stream; `stall_s`: longest wait for a reader; `body_s`: for a body;
+    `prepare_s`: from a body to the engine, waiting included;
     `idle_s`: how long an unused connection stays open (clients reuse them; a shorter time looks like a reset);
     `close_s`: for handlers when the server ends, after the engine has drained."""
 
     keepalive_s: float = 5.0
     stall_s: float = 60.0
     body_s: float = 60.0
+    prepare_s: float = 60.0
     idle_s: float = 90.0
     close_s: float = 5.0

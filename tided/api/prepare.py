@@ -1,5 +1,7 @@
 """From a body's bytes to a request for the engine: everything that can be refused is refused here, before any reply."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from tided.api.body import parse_object
@@ -11,9 +13,12 @@ from tided.chat.messages import Conversation, Prompt
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Request
 from tided.errors import ContextOverflowError
+from tided.settings import Settings
 
 
 class Prepared(msgspec.Struct, frozen=True):
+    """Held as long as the answer takes, so without the texts that the prompt was made of."""
+
     chat: ChatRequest
     prompt: Prompt
     request: Request
@@ -22,12 +27,17 @@ class Prepared(msgspec.Struct, frozen=True):
         return Prepared(msgspec.structs.replace(self.chat, show_stats=False), self.prompt, self.request)
 
 
-def prepare(body: bytes, tokenizer: Tokenizer, context_tokens: int, thinking: bool) -> Prepared:
-    """Parses, checks, renders and tokenises. `thinking` is the default of a request that does not say. Runs in an
-    executor: a long prompt takes seconds."""
-    chat = parse_chat_request(Fields(parse_object(body)), tokenizer.vocabulary_tokens, thinking)
+def prepare(
+    body: bytes | bytearray, tokenizer: Tokenizer, settings: Settings, context_tokens: int, alive: Callable[[], None]
+) -> Prepared:
+    """Parses, checks, renders and tokenises. Runs in a thread: a long prompt takes seconds. `alive` is called between
+    the steps and ends the work by raising."""
+    value = parse_object(body)
+    alive()
+    thinking = settings.server.thinking
+    chat = parse_chat_request(Fields(value), tokenizer.vocabulary_tokens, thinking)
     prompt = encode_prompt(chat.conversation)
-    prompt_ids = tokenizer.encode(prompt.segments)
+    prompt_ids = fitting_ids(tokenizer, prompt, context_tokens, chat.max_tokens or 1, alive)
     request = Request(
         request_id=new_id("chatcmpl-"),
         prompt_ids=prompt_ids,
@@ -35,7 +45,24 @@ def prepare(body: bytes, tokenizer: Tokenizer, context_tokens: int, thinking: bo
         max_tokens=fitting_max_tokens(chat.max_tokens, len(prompt_ids), context_tokens, chat.conversation),
         stop_ids=chat.stop_ids if chat.ignore_eos else (tokenizer.special_id(EOS), *chat.stop_ids),
     )
-    return Prepared(chat, prompt, request)
+    kept = msgspec.structs.replace(chat, conversation=msgspec.structs.replace(chat.conversation, messages=()))
+    return Prepared(kept, msgspec.structs.replace(prompt, segments=()), request)
+
+
+def fitting_ids(
+    tokenizer: Tokenizer, prompt: Prompt, context_tokens: int, max_tokens: int, alive: Callable[[], None]
+) -> list[int]:
+    """The prompt's ids. Of a prompt beyond the context no more is tokenised than shows it."""
+    too_long = ContextOverflowError(context_tokens, context_tokens, max_tokens, counted=False)
+    if tokenizer.least_tokens(prompt.segments) > context_tokens:
+        raise too_long
+    ids: list[int] = []
+    for part in tokenizer.encode_in_parts(prompt.segments):
+        alive()
+        ids += part
+        if len(ids) > context_tokens:
+            raise too_long
+    return ids
 
 
 def fitting_max_tokens(wanted: int | None, prompt_tokens: int, context_tokens: int, conversation: Conversation) -> int:

@@ -5,15 +5,19 @@ so no text, whatever it spells, becomes a special token.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
 
+from tided.chat.cuts import MOST_WORD_CHARACTERS, UncutError, joined_places, pieces
 from tided.chat.detokenizer import StreamDecoder, token_bytes
 from tided.chat.messages import Segment
-from tided.errors import DataError
+from tided.errors import DataError, RequestError
+
+BATCH_CHARACTERS = 4 << 16
 
 
 class Tokenizer:
@@ -26,6 +30,7 @@ class Tokenizer:
         self.special_ids = special_ids
         self._bytes = bytes_by_id
         self.vocabulary_tokens = len(bytes_by_id)
+        self._longest_bytes = max((len(data) for data in bytes_by_id if data), default=1)
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -56,12 +61,40 @@ class Tokenizer:
 
     def encode(self, segments: Sequence[Segment]) -> list[int]:
         """Ids of a prompt. Texts are tokenised one by one, so a prompt's ids begin with those of its beginning."""
-        texts = [segment.text for segment in segments if not segment.special]
-        encoded = iter(self._plain.encode_batch_fast(texts, add_special_tokens=False))
-        ids: list[int] = []
+        return list(chain.from_iterable(self.encode_in_parts(segments)))
+
+    def encode_in_parts(self, segments: Iterable[Segment]) -> Iterator[list[int]]:
+        """The same ids, part by part: between two parts the caller may stop. Each takes a fraction of a second.
+
+        Raises RequestError for a text that cannot be cut into such parts.
+        """
+        for batch in _batches(self._items(segments)):
+            texts = [item for item in batch if isinstance(item, str)]
+            encoded = iter(self._plain.encode_batch_fast(texts, add_special_tokens=False))
+            ids: list[int] = []
+            for item in batch:
+                ids += [item] if isinstance(item, int) else next(encoded).ids
+            yield ids
+
+    def least_tokens(self, segments: Iterable[Segment]) -> int:
+        """A number of tokens that a prompt has for sure, without tokenising: none is longer than the longest."""
+        if self._plain.normalizer is not None:
+            return 0  # the text may become shorter before it becomes tokens
+        return sum(1 if segment.special else len(segment.text) // self._longest_bytes for segment in segments)
+
+    def _items(self, segments: Iterable[Segment]) -> Iterator[int | str]:
         for segment in segments:
-            ids += [self.special_id(segment.text)] if segment.special else next(encoded).ids
-        return ids
+            if segment.special:
+                yield self.special_id(segment.text)
+                continue
+            try:
+                yield from pieces(segment.text)
+            except UncutError:
+                raise RequestError(
+                    f"A text holds more than {MOST_WORD_CHARACTERS} characters without a space, a line break or "
+                    "a punctuation mark between words",
+                    param="messages",
+                ) from None
 
     def encode_text(self, text: str) -> list[int]:
         return self.encode([Segment(text)])
@@ -76,6 +109,22 @@ class Tokenizer:
         for spelling in self.special_ids:
             if forbidden & set(self.encode_text(f"a {spelling}\n{spelling}")):
                 raise DataError(f"text that spells {spelling} would become that token", where=str(path))
+        if joined := joined_places(self._plain):
+            raise DataError(f"its words go on over {joined[0]!r}, where long texts are cut", where=str(path))
+
+
+def _batches(items: Iterable[int | str]) -> Iterator[list[int | str]]:
+    """Several pieces a call: the library tokenises them beside each other."""
+    batch: list[int | str] = []
+    characters = 0
+    for item in items:
+        batch.append(item)
+        characters += 1 if isinstance(item, int) else len(item)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _without_added_tokens(definition: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
