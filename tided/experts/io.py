@@ -152,12 +152,13 @@ class IoScheduler:
                 self._queue.finish(entry)
                 self._count(entry.priority, began_s - ticket.submitted_s, time.perf_counter() - began_s, nbytes, error)
                 self._end(ticket, error)
-                self._changed.notify_all()
 
     def _next(self) -> Entry[Ticket] | None:
         with self._changed:
             while not self._closed:
                 if (entry := self._queue.pop()) is not None:
+                    if self._queue.startable:  # each wakes the next: nobody wakes to find nothing
+                        self._changed.notify()
                     return entry
                 self._changed.wait(IDLE_S)
         return None

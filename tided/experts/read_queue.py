@@ -92,16 +92,20 @@ class ReadQueue(Generic[T]):
         self._waiting[priority].append(entry)
         return entry
 
+    @property
+    def startable(self) -> bool:
+        """Whether `pop` has a read."""
+        first = self._first()
+        return first is not None and self._admits(first)
+
     def pop(self) -> Entry[T] | None:
         """The next read that may start now; it is in flight until `finish`."""
-        for priority, queue in self._waiting.items():
-            if queue:
-                if not self._admits(priority):
-                    return None
-                entry = queue.popleft()
-                self._running[entry.rank] += 1
-                return entry
-        return None
+        first = self._first()
+        if first is None or not self._admits(first):
+            return None
+        entry = self._waiting[first].popleft()
+        self._running[entry.rank] += 1
+        return entry
 
     def finish(self, entry: Entry[T]) -> None:
         self._running[entry.rank] -= 1
@@ -127,6 +131,9 @@ class ReadQueue(Generic[T]):
         for queue in self._waiting.values():
             queue.clear()
         return entries
+
+    def _first(self) -> Priority | None:
+        return next((priority for priority, queue in self._waiting.items() if queue), None)
 
     def _admits(self, priority: Priority) -> bool:
         urgent = sum(count for rank, count in self._running.items() if rank.is_urgent)
