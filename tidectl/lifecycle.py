@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tidectl import logs, supervisor
+from tidectl import logs, profiles, supervisor
 from tidectl.output import emit, say
 from tidectl.preflight import check_ports, check_profile
 from tidectl.running import look
@@ -38,17 +38,21 @@ def stop(timeout_s: float | None, as_json: bool) -> None:
         say(f"stopped {ended['profile']}")
         for rank in ended["ranks"]:
             if rank["exit_code"]:
-                say(f"rank {rank['rank']} ended with exit code {rank['exit_code']}")
+                say(f"rank {rank['rank']} {supervisor.how_ended(rank['exit_code'])}")
 
 
 def restart(profile: Path | None, timeout_s: float, as_json: bool) -> None:
-    """The new profile is judged before the old one is stopped: a mistake in it costs no service."""
+    """The new profile is judged before the old one is stopped: a mistake in it costs no service. Where nothing runs,
+    what ran last is started."""
     directory = state_dir()
     now = supervisor.status(directory)
-    if profile is None and now.run is None:
-        raise NotRunningError("nothing is running", where=str(directory), hint="tidectl start PROFILE")
-    chosen = profile or Path(now.run.profile if now.run else "")
+    ran = now.run or now.last
+    if profile is None and ran is None:
+        raise NotRunningError("nothing runs, and nothing ran here before", hint="tidectl start PROFILE")
+    chosen = profile or Path(ran.profile if ran else "")
     settings = check_profile(chosen)
+    if now.run is None:
+        say(f"nothing was running: starting {profiles.name_of(str(chosen))}")
     if now.run is not None:
         _stop(directory, None)
     _claim(directory)
@@ -97,11 +101,14 @@ def _show_why(directory: Path) -> None:
     now = supervisor.status(directory)
     if now.running:
         say(line(loading(now.ranks)))
-    if now.running or now.last is None or now.last.first is None:
+    found = supervisor.culprit(now.last) if now.last and not now.running else None
+    if found is None:
         return
-    lines = logs.tail_of(directory, now.last.first, LOG_LINES)
+    told = [line for line in found.message.splitlines() if line.strip()]
+    lines = logs.tail_of(directory, found.rank, LOG_LINES)
+    lines = [line for line in lines if not any(part in line for part in told)]
     if lines:
-        say(f"the last lines of rank {now.last.first}'s log:")
+        say(f"the last lines of rank {found.rank}'s log:")
         say("\n".join(f"  {line}" for line in lines))
 
 

@@ -32,6 +32,11 @@ def find(argument: str) -> Path:
     raise UsageError(f"no profile '{argument}': neither a file nor a bundled name", hint=hint)
 
 
+def name_of(path: str) -> str:
+    """What `find` takes for it: its bundled name, else the path."""
+    return next((name for name, bundled_path in bundled().items() if str(bundled_path) == path), path)
+
+
 def title(path: Path) -> str:
     """The first line of a profile's opening comment."""
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -92,12 +92,18 @@ def _health(url: str) -> dict[str, Any] | None:
 def _trouble(now: supervisor.Status, ranks: list[Rank], url: str, health: dict[str, Any] | None) -> list[str]:
     found = [] if now.running else ["the supervisor was killed: `tidectl stop` ends what is left of the ranks"]
     found += [f"rank {rank.rank} has ended" for rank in ranks if not rank.alive]
-    found += [f"rank {rank.rank}: {rank.message}" for rank in ranks if rank.alive and rank.phase == "failed"]
+    failed = [rank for rank in ranks if rank.alive and rank.phase == "failed"]
+    found += [f"rank {rank.rank}: {headline(rank.message)}" for rank in failed]
     if url and health is None:
         found.append(f"{url}/health does not answer")
     if health and health.get("status") == "fault":
-        found.append(str(health.get("fault") or "the server is at fault"))
-    return found
+        found.append(headline(str(health.get("fault") or "the server is at fault")))
+    return list(dict.fromkeys(found))
+
+
+def headline(message: str) -> str:
+    """What happened; what a library said of it and the next step stay in the log."""
+    return message.partition("\n")[0]
 
 
 def _state(ranks: list[Rank], trouble: list[str]) -> State:

@@ -1,19 +1,23 @@
 """`tidectl status`: one screen, or one object."""
 
+import shlex
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tidectl import profiles, supervisor
 from tidectl.output import console, emit, plain, say
-from tidectl.running import Rank, Snapshot, look
+from tidectl.running import Rank, Snapshot, headline, look
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 STYLES = {"serving": "green", "starting": "yellow", "draining": "yellow", "degraded": "bold red", "stopped": "dim"}
 EXIT_CODES = {"serving": 0, "starting": 4, "draining": 4, "degraded": 4, "stopped": 3}
+KILLED = "by somebody, or by the kernel for want of memory: `dmesg` tells"
 LABEL_COLUMNS = 9  # the longest label, known or not: the screen keeps its form
 RANK_COLUMNS = ("rank", "phase", "for", "process", "message")
 
@@ -63,7 +67,7 @@ def ranks_table(ranks: list[Rank], time_s: float) -> "RenderableType":
 
 def rank_cells(rank: Rank, time_s: float) -> tuple[str, ...]:
     since = duration(time_s - rank.since) if rank.since else ""
-    return str(rank.rank), rank.phase, since, str(rank.pid), rank.message.partition("\n")[0]
+    return str(rank.rank), rank.phase, since, str(rank.pid), headline(rank.message)
 
 
 def _known(now: Snapshot, time_s: float) -> list[tuple[str, str]]:
@@ -97,17 +101,18 @@ def lanes_line(lanes: dict[str, Any], queue: object) -> str:
 
 
 def last_lines(now: Snapshot) -> list[str]:
-    """How the last run ended, when it did not end by request."""
-    if now.last is None or now.last.first is None:
+    """How the last run ended, when it did not end by request, and the next step."""
+    found = supervisor.culprit(now.last) if now.last else None
+    if now.last is None or found is None:
         return []
-    first = next((rank for rank in now.last.ranks if rank.rank == now.last.first), None)
-    if first is None:
-        return []
-    ended = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now.last.ended))
-    said = f": {first.message}" if first.message else ""
+    name, ended = profiles.name_of(now.last.profile), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now.last.ended))
+    # What a person can mend is told whole; of a run that broke the rest is in the log.
+    said = found.message if found.exit_code in supervisor.KINDS else headline(found.message)
+    how = f"rank {found.rank} {supervisor.how_ended(found.exit_code)}" + (f": {said}" if said else "")
     return [
-        f"{now.last.profile} ended on {ended}: rank {first.rank} with exit code {first.exit_code}{said}",
-        f"its log: tidectl logs --rank {first.rank}",
+        f"{name} ended on {ended}: {how}",
+        *([KILLED] if found.exit_code == supervisor.SIGNAL_CODES + signal.SIGKILL else []),
+        f"its log: tidectl logs --rank {found.rank}; again: tidectl start {shlex.quote(name)}",
     ]
 
 

@@ -17,10 +17,10 @@ import msgspec
 
 from tidectl.logs import log_path, run_mark
 from tidectl.processes import Identity, identify
-from tidectl.supervisor import Child, Ended, EndedRank, Run
+from tidectl.supervisor import SIGNAL_CODES, Child, Ended, EndedRank, Run, how_ended
 from tided.control.files import write_private
 from tided.control.state import read_rank
-from tided.errors import TideError
+from tided.errors import PairError, TideError
 from tided.profile import load
 from tided.settings import Parallel, Settings
 
@@ -109,7 +109,7 @@ class Member:
     @property
     def exit_code(self) -> int | None:
         code = self.process.poll()
-        return 128 - code if code is not None and code < 0 else code
+        return SIGNAL_CODES - code if code is not None and code < 0 else code
 
 
 class Supervisor:
@@ -172,7 +172,8 @@ class Supervisor:
         if not self._told and self._stopping:
             self._end_all(self._settings.server.drain_s + STOP_MARGIN_S)
         elif not self._told and ended:
-            self._first = ended[0].rank
+            # Of several, not one that only lost its peer.
+            self._first = min(ended, key=lambda member: member.exit_code == PairError.exit_code).rank
             self._end_all(FAULT_GRACE_S)
         for member in self._members if self._told else ():
             late = time.monotonic() > self._deadline
@@ -193,9 +194,9 @@ class Supervisor:
             member.drain_output()
             said = read_rank(self._state_dir, member.rank)
             message = said.message if said and said.pid == member.process.pid and said.phase == "failed" else ""
-            code = member.exit_code
-            ranks.append(EndedRank(member.rank, 0 if code is None else code, message))
-            print(f"rank {member.rank} ended with exit code {code}", flush=True)
+            code = member.exit_code or 0
+            ranks.append(EndedRank(member.rank, code, message))
+            print(f"rank {member.rank} {how_ended(code)}", flush=True)
         last = Ended(str(self._profile), time.time(), self._first, ranks)
         write_private(self._state_dir / "last.json", msgspec.json.encode(last) + b"\n")
         (self._state_dir / "supervisor.json").unlink(missing_ok=True)

@@ -38,6 +38,7 @@ from tided.errors import (
 ORPHAN_GRACE_S = 5.0
 DAEMON = (sys.executable, "-m", "tided.daemon")
 
+SIGNAL_CODES = 128  # an exit code above is this and the number of a signal
 LOCK_TRIES = 20  # a status command holds the lock for an instant while it looks
 
 KINDS: dict[int, type[TideError]] = {
@@ -63,7 +64,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class EndedRank(msgspec.Struct, frozen=True):
-    """`exit_code` as the shell counts: 128 + the number of the signal that ended it."""
+    """`exit_code` as the shell counts: `SIGNAL_CODES` + the number of the signal that ended it."""
 
     rank: int
     exit_code: int
@@ -227,18 +228,28 @@ def read_file(path: Path, kind: type[Record]) -> Record | None:
     return None
 
 
+def culprit(last: Ended) -> EndedRank | None:
+    """The rank that has a reason of its own, else the first to end: the others only lost their peer. None when the run
+    was stopped by request."""
+    by_first = sorted(last.ranks, key=lambda rank: rank.rank != last.first)
+    wanted = [rank for rank in by_first if rank.exit_code in KINDS] or by_first[:1]
+    return wanted[0] if wanted and last.first is not None else None
+
+
+def how_ended(exit_code: int) -> str:
+    """To follow the name of a rank."""
+    if exit_code > SIGNAL_CODES:
+        return f"was killed by signal {exit_code - SIGNAL_CODES}"
+    return f"ended with exit code {exit_code}"
+
+
 def why_ended(now: Status, state_dir: Path) -> TideError:
-    """The error of the rank that has a reason of its own, else of the first to end; the others only lost their peer.
-    A rank that said nothing is told of by its exit code."""
-    ended = now.last.ranks if now.last else []
-    first = now.last.first if now.last else None
-    culprits = [rank for rank in ended if rank.exit_code in KINDS] + [rank for rank in ended if rank.rank == first]
-    if not culprits:
+    """The culprit's error. A rank that said nothing is told of by its end."""
+    found = culprit(now.last) if now.last else None
+    if found is None:
         return UnavailableError("the supervisor ended", hint=f"see {state_dir / 'logs' / 'supervisor.log'}")
-    culprit = culprits[0]
-    message = culprit.message or f"it ended with exit code {culprit.exit_code} and no word"
-    return KINDS.get(culprit.exit_code, PairError)(
-        message,
-        where=f"rank {culprit.rank}",
-        hint=f"its log: {state_dir / 'logs' / f'rank-{culprit.rank}.log'}",
-    )
+    kind = KINDS.get(found.exit_code, PairError)
+    hint = f"its log: {state_dir / 'logs' / f'rank-{found.rank}.log'}"
+    if found.message:
+        return kind(found.message, where=f"rank {found.rank}", hint=hint)
+    return kind(f"rank {found.rank} {how_ended(found.exit_code)} and no word", hint=hint)

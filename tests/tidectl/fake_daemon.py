@@ -47,6 +47,7 @@ def main() -> int:
     print(f"rank {rank} loads", flush=True)
     if fault == "die":
         print("what went wrong, in full", flush=True)
+        print("ERROR daemon the shard is truncated", flush=True)
         state.enter("failed", "the shard is truncated", exit_code=65)
         return 65
     if rank == 0:

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -168,11 +169,12 @@ def test_a_rank_that_dies_at_start_is_told_with_its_log(
     monkeypatch.setenv("FAKE_DAEMON", "1:die")
     ran = tidectl("start", str(profile))
     assert ran.exit_code == 65
-    assert "rank 1: the shard is truncated" in ran.stderr
+    assert "error: rank 1: the shard is truncated\n" in ran.stderr
+    assert ran.stderr.count("truncated") == 1  # in the log too
     assert "the last lines of rank 1's log:\n  rank 1 loads\n  what went wrong, in full\n" in ran.stderr
     status = tidectl("status")
     assert status.exit_code == 3
-    assert "rank 1 with exit code 65: the shard is truncated" in status.stderr
+    assert "rank 1 ended with exit code 65: the shard is truncated" in status.stderr
     assert json.loads(tidectl("status", "--json").stdout)["last"]["first"] == 1
     again = tidectl("start", str(profile))
     assert again.stderr.count("what went wrong, in full") == 1  # not the first run's lines too
@@ -232,7 +234,12 @@ def test_a_dead_rank_ends_all(tidectl: Tidectl, profile: Path, state: Path) -> N
     rank = json.loads(tidectl("status", "--json").stdout)["ranks"][1]
     os.kill(rank["pid"], signal.SIGKILL)
     within(20, lambda: tidectl("status").exit_code == 3)
-    assert "rank 1 with exit code 137" in tidectl("status").stderr
+    first, second, third = tidectl("status").stderr.splitlines()[1:]
+    assert re.fullmatch(rf"{profile} ended on [-0-9: ]+: rank 1 was killed by signal 9", first)
+    assert "for want of memory" in second
+    assert third == f"its log: tidectl logs --rank 1; again: tidectl start {profile}"
+    again = tidectl("restart")
+    assert (again.exit_code, f"nothing was running: starting {profile}" in again.stderr) == (0, True)
 
 
 def test_a_deaf_rank_is_killed_and_named(tidectl: Tidectl, profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
