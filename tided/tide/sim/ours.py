@@ -88,13 +88,14 @@ class Plans(_Piloted):
 
     def __init__(self, trace: Trace, slots: int) -> None:
         super().__init__(trace, slots, 0, Tide())
+        self._held = set(self.residents)
 
     def moves(self, reads: int) -> Moves:
         moves = Moves()
         while self._queue and len(moves.load) < reads and len(self._swaps) < self._spare:
             out, in_ = self._queue.popleft()
-            if out in self._swaps.values() or in_ in self._swaps:
-                continue
+            if out not in self._held or in_ in self._held or out in self._swaps.values() or in_ in self._swaps:
+                continue  # a swap that was under way when this plan was made has done it, or will
             self._swaps[in_] = out
             moves.load.append(in_)
         return moves
@@ -102,6 +103,7 @@ class Plans(_Piloted):
     def published(self, pair: Pair) -> Pair | None:
         out = self._swaps.pop(pair)
         self.pilot.applied([(out, pair)])
+        self._held = self._held - {out} | {pair}
         return out
 
     def failed(self, pair: Pair) -> None:
