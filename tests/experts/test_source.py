@@ -71,7 +71,7 @@ def test_the_last_expert_of_a_file_that_ends_inside_a_block_is_read():
     assert read(source, 0, expert).startswith(cut(whole(checkpoint, 0, expert), 0, 1))
 
 
-def test_a_file_system_without_direct_reads_gives_the_same_bytes(monkeypatch):
+def test_a_file_system_without_direct_reads_gives_the_same_bytes_and_is_named_once(monkeypatch, caplog):
     plain = os.open
 
     def refusing(path, flags, *rest, **more):
@@ -80,10 +80,16 @@ def test_a_file_system_without_direct_reads_gives_the_same_bytes(monkeypatch):
         return plain(path, flags, *rest, **more)
 
     expected = read(CheckpointSource(golden(), expert_names, golden_record(2), 1), 3, 4)
+    files._say_not_direct.cache_clear()
+    caplog.clear()
     monkeypatch.setattr(files.os, "open", refusing)
     source = CheckpointSource(golden(), expert_names, golden_record(2), 1)
     assert read(source, 3, 4) == expected
     assert not source.stats.direct
+    read(source, 9, 4)  # of another file
+    (message,) = caplog.messages
+    assert message.startswith(f"{GOLDEN}: this file system takes no direct reads")
+    files._say_not_direct.cache_clear()
 
 
 @pytest.mark.parametrize("most", [4096, 5000, 8192])
@@ -181,3 +187,13 @@ def test_an_expert_of_the_released_layout_takes_few_reads_and_no_needless_bytes(
         assert stats.read_bytes <= share * 2 * 18_800_640
         assert stats.seconds > 0
         source.close()
+
+
+def test_a_rank_of_four_takes_four_or_five_reads(released_layout):
+    reads = []
+    for rank in range(4):
+        source = CheckpointSource(released_layout, expert_names, ExpertRecord(5120, 2304, 4), rank)
+        read(source, 0, 0)
+        reads.append(source.stats.reads)
+        source.close()
+    assert (min(reads), max(reads)) == (4, 5)

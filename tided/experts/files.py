@@ -1,12 +1,16 @@
 """Reads of a file's byte ranges past the page cache (O_DIRECT) where the file system takes it."""
 
 import errno
+import logging
 import mmap
 import os
 import threading
+from functools import cache
 from pathlib import Path
 
 from tided.errors import DataError
+
+log = logging.getLogger(__name__)
 
 ALIGN_BYTES = 4096  # of offset, length and memory in a direct read
 
@@ -28,6 +32,8 @@ class RangeFile:
             self._fd, self.direct = _open(path)
         except OSError as e:
             raise DataError(f"cannot be opened: {e.strerror}", where=str(path)) from e
+        if not self.direct:
+            _say_not_direct(path.parent)
 
     def read(self, offset: int, nbytes: int, buffer: memoryview) -> memoryview:
         """Bytes [offset, offset + nbytes) as a slice of `buffer`: page-aligned memory of at least `span_bytes` of them.
@@ -73,6 +79,15 @@ class Staging(threading.local):
         if len(self._memory) < nbytes:
             self._memory = mmap.mmap(-1, aligned_up(nbytes))
         return memoryview(self._memory)
+
+
+@cache
+def _say_not_direct(directory: Path) -> None:
+    """Once a directory: its files lie on one file system."""
+    log.warning(
+        "%s: this file system takes no direct reads; experts go through the page cache, which costs memory and speed",
+        directory,
+    )
 
 
 def _open(path: Path) -> tuple[int, bool]:
