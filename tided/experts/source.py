@@ -52,8 +52,12 @@ class _Cut:
 
 
 class CheckpointSource:
-    """Reads an expert from the original shards: only what the rank needs, in as few contiguous runs as the layout
-    allows (two in the released one: scales and weights lie apart), each cut into place in the caller's memory."""
+    """Reads an expert from the original shards in as few contiguous runs as the layout allows, each cut into place in
+    the caller's memory.
+
+    In the released layout scales and weights lie apart, so one rank takes two runs. A rank of two takes three, of four
+    four or five: its rows of w1 and w3 lie apart then. Of w2, which is cut by columns, every rank reads all codes and
+    scales and keeps its own: 13 MB for a record of 9.4 with two ranks."""
 
     def __init__(self, checkpoint: Checkpoint, names: ExpertNames, record: ExpertRecord, rank: int) -> None:
         if not 0 <= rank < record.ranks:
