@@ -37,6 +37,12 @@ def test_each_domain_has_one_vote_however_long_its_text_was(tmp_path):
     assert seed.domains == ("code", "prose")
 
 
+def test_the_log_says_which_seed_it_was(tmp_path, caplog):
+    caplog.set_level("INFO")
+    seed = load_seed(write(tmp_path / "seed.json", RIGHT), "deepseek_v41", SHAPE)
+    assert f"demand seed seed.json (sha256 {seed.sha256[:16]}): code, prose" in caplog.messages
+
+
 def wrong(**changes) -> dict:
     return {**RIGHT, **changes}
 

@@ -7,6 +7,7 @@ counts and mass: [layers][experts], raw sums over the tokens of the domain.
 """
 
 import hashlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,8 @@ import msgspec
 
 from tided.errors import DataError
 from tided.tide.demand import Grid, RouterShape, Vote, per_layer, vote_of
+
+log = logging.getLogger(__name__)
 
 MAX_SEED_BYTES = 256 << 20
 
@@ -58,7 +61,9 @@ def load_seed(path: Path, model_type: str, shape: RouterShape) -> Seed:
         )
     votes = [_vote(path, name, domain, shape) for name, domain in sorted(file.domains.items())]
     prior = per_layer(sum((vote.mass for vote in votes), start=votes[0].mass * 0.0))
-    return Seed(prior, hashlib.sha256(content).hexdigest(), tuple(sorted(file.domains)))
+    seed = Seed(prior, hashlib.sha256(content).hexdigest(), tuple(sorted(file.domains)))
+    log.info("demand seed %s (sha256 %s): %s", path.name, seed.sha256[:16], ", ".join(seed.domains))
+    return seed
 
 
 def _content(path: Path) -> bytes:

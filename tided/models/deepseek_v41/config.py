@@ -94,12 +94,6 @@ class TextConfig(msgspec.Struct, frozen=True):
             return None
         return max(source for source in self.kv_source_layer_ids if source <= layer)
 
-    def index_source_of(self, layer: int) -> int | None:
-        """The layer whose selection `layer` uses."""
-        if self.compress_ratios[layer] == 0:
-            return None
-        return max(source for source in self.index_source_layer_ids if source <= layer)
-
 
 class VisionConfig(msgspec.Struct, frozen=True):
     num_hidden_layers: int
