@@ -28,6 +28,7 @@ from tided.control.lockstep import Follower, Leader, Solo
 from tided.engine.build import Rank, build_rank, open_model, scheduler_limits
 from tided.engine.core import FollowerEngine
 from tided.engine.dataplane import TorchGroup
+from tided.engine.devices import use_device
 from tided.engine.leader import LeaderEngine
 from tided.engine.local_ranks import free_port, run_ranks
 from tided.engine.offline import first_pairs, given, settings_of
@@ -80,6 +81,7 @@ class TimedModel:
 
 def run_rank(folder: Path, number: int) -> None:
     job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
+    use_device(job.settings, number)
     settings, opened = job.settings, open_model(job.settings)
     facts = guard.facts(settings, opened.checkpoint.identity())
     pairs = first_pairs(opened)

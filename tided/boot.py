@@ -27,10 +27,11 @@ from tided.control.lockstep import Follower, Leader, Solo
 from tided.engine.build import OpenedModel, Rank, build_rank, open_model, scheduler_limits
 from tided.engine.core import Engine, FollowerEngine
 from tided.engine.dataplane import TorchGroup
+from tided.engine.devices import allocating, refuse_shortage, use_device
 from tided.engine.leader import LeaderEngine
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Event
-from tided.errors import TideError, UnavailableError
+from tided.errors import TideError
 from tided.experts.arena import Pair
 from tided.models.parallel import Alone, Group
 from tided.settings import Settings
@@ -72,8 +73,6 @@ def run_rank(settings: Settings, rank: int, keys: Keys | None, state_dir: Path, 
             _follow(settings, rank, keys, loop)
     except TideError as error:
         loop.ended(error)
-    except MemoryError:
-        loop.ended(UnavailableError("there is not enough memory for the model", hint="lower experts.resident"))
     except Exception as error:
         log.exception("the start failed")
         loop.ended(TideError(f"the start failed: {error or type(error).__name__}", hint="the log has the trace"))
@@ -83,7 +82,7 @@ def run_rank(settings: Settings, rank: int, keys: Keys | None, state_dir: Path, 
 
 def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide) -> None:
     with closing(Leader(settings, keys) if keys else Solo()) as link, _last_word(link):
-        opened = _open(settings, loop)
+        opened = _open(settings, 0, loop)
         with closing(_history(opened, state_dir)) as history:
             pilot = _pilot(opened, history)
             with _phase("handshake", loop):
@@ -109,7 +108,7 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
 
 def _follow(settings: Settings, rank: int, keys: Keys, loop: LoopSide) -> None:
     with closing(Follower(settings, rank, keys)) as link:
-        opened = _open(settings, loop)
+        opened = _open(settings, rank, loop)
         with _phase("handshake", loop):
             welcome = link.join(_facts(opened))
             loop.joined(welcome.session)
@@ -130,9 +129,12 @@ def _last_word(link: Leader | Solo) -> Iterator[None]:
         raise
 
 
-def _open(settings: Settings, loop: LoopSide) -> OpenedModel:
+def _open(settings: Settings, rank: int, loop: LoopSide) -> OpenedModel:
     with _phase("checkpoint", loop):
-        return open_model(settings)
+        use_device(settings, rank)
+        opened = open_model(settings)
+        refuse_shortage(opened, rank)
+        return opened
 
 
 def _history(opened: OpenedModel, state_dir: Path) -> History:
@@ -168,7 +170,7 @@ def _facts(opened: OpenedModel) -> dict[str, str]:
 def _built(opened: OpenedModel, rank: int, pairs: Sequence[Pair], loop: LoopSide) -> Iterator[Rank]:
     """The rank with its group and its reader threads, given back at the end."""
     with _group(opened.settings, rank, loop) as group:
-        with _phase("model", loop):
+        with _phase("model", loop), allocating(opened):
             built = build_rank(opened, group, pairs, _Reporter(loop))
         log.info("residents: %d experts, %d MB of slots", len(pairs), built.bank.slots.nbytes >> 20)
         with closing(built.reads):

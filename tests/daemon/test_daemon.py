@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 from tests.control.conftest import make_settings
 from tests.daemon.helpers import until, write_profile
@@ -16,8 +17,10 @@ from tests.daemon.tiny import profile_text
 from tided import boot
 from tided.control.progress import Progress
 from tided.control.state import StateFile, read_rank
+from tided.engine.offline import settings_of
 from tided.errors import DataError, PairError, TideError, UnavailableError
 from tided.life import Daemon
+from tided.settings import Cache, Engine, Experts
 
 
 class FakeEngine:
@@ -206,7 +209,6 @@ async def test_the_watchdog_is_fed_while_the_engine_runs_and_not_otherwise(make_
 @pytest.mark.parametrize(
     ("raised", "kind", "words"),
     [
-        (MemoryError(), UnavailableError, "memory"),
         (ValueError("a mistake"), TideError, "a mistake"),
         (DataError("damaged"), DataError, "damaged"),
     ],
@@ -226,6 +228,40 @@ def test_whatever_the_start_raises_is_told(monkeypatch, tmp_path, raised, kind, 
     boot.run_rank(make_settings(1), 0, None, tmp_path, side)
     assert type(side.told) is kind
     assert words in str(side.told)
+
+
+def outcome(settings, tmp_path):
+    """What a rank's engine thread says in the end."""
+
+    class Side:
+        told = None
+
+        def tell(self, *_): ...
+
+        def joined(self, session): ...
+
+        def ended(self, error):
+            self.told = error
+
+    side = Side()
+    boot.run_rank(settings, 0, None, tmp_path, side)
+    return side.told
+
+
+def test_a_budget_that_no_machine_holds_is_refused_with_its_bytes_and_its_setting(checkpoint, tmp_path):
+    settings = settings_of(checkpoint)
+    fault = outcome(replace(settings, experts=Experts(resident=80, spare_slots=1 << 40)), tmp_path)
+    assert type(fault) is UnavailableError
+    assert "GB of experts (experts.resident)" in fault.what
+    fault = outcome(replace(settings, cache=Cache(context_tokens=1024, pool_tokens=1 << 44)), tmp_path)
+    assert type(fault) is UnavailableError
+    assert "GB of context (cache.pool_tokens)" in fault.what
+
+
+def test_cuda_where_there_is_none_is_refused(checkpoint, tmp_path):
+    fault = outcome(replace(settings_of(checkpoint), engine=Engine(device="cuda")), tmp_path)
+    assert type(fault) is UnavailableError
+    assert "no CUDA device" in fault.what
 
 
 HANGING = """

@@ -40,7 +40,8 @@ Join = Callable[[Sequence[Tensor]], Tensor]
 class TorchGroup:
     """`tided.models.parallel.Group` of more than one rank. One a process; used by the engine thread alone.
 
-    `calls` and `seconds`: collectives so far, and the time spent in them, waiting for slower ranks included."""
+    `calls` and `seconds`: collectives so far, and the time that the calling thread spent in them, waiting for slower
+    ranks included. On CUDA that is the time to launch them: the device waits, the thread does not."""
 
     def __init__(self, settings: Settings, rank: int) -> None:
         """Meets the other ranks. Raises UnavailableError when they do not come or the port is in use."""

@@ -20,12 +20,15 @@ from torch import Tensor
 from packers.shards import Checkpoint
 from tided.engine.build import OpenedModel, Progress, build_rank, open_model
 from tided.engine.dataplane import TorchGroup
+from tided.engine.devices import allocating, refuse_shortage, use_device
 from tided.engine.local_ranks import free_port, run_ranks
 from tided.errors import ConfigError, TideError, UsageError
 from tided.experts.arena import Pair
 from tided.models.base import Model
 from tided.models.families import family_of
 from tided.models.parallel import Alone, Group
+from tided.profile.rules import faults_of
+from tided.profile.schema import KEYS, value_of
 from tided.settings import Cache, Engine, Experts, Parallel, Settings
 from tided.settings import Model as ModelSettings
 from tided.tide.demand import RouterShape
@@ -36,6 +39,7 @@ Numerics = Literal["native", "fp32"]
 KEY = "logits"
 RESULT = "logits.safetensors"
 JOB = "job.json"
+GIVEN = ("model.prefill_chunk_tokens", "parallel.ranks", "cache.context_tokens")
 STEP_TIMEOUT_S = 3600.0  # a rank waits in its first collective for those that still load; the run has its own limit
 
 
@@ -66,11 +70,12 @@ def logits(
     Raises the ranks' own errors; PairError when a rank dies or `timeout_s` pass."""
     settings = target if isinstance(target, Settings) else settings_of(target)
     job = Job(_changed(settings, len(token_ids), chunk, ranks, resident, numerics), list(token_ids), decode)
-    if job.settings.parallel.ranks < 1:
-        raise UsageError(f"a model cannot be on {job.settings.parallel.ranks} ranks")
+    _check_limits(job.settings)
     opened = open_model(job.settings)
     _check(job, opened)
     if job.settings.parallel.ranks == 1:
+        use_device(job.settings, 0)
+        refuse_shortage(opened, 0)
         return compute(job, opened, Alone(), progress)
     return _over_ranks(job, timeout_s)
 
@@ -101,7 +106,8 @@ def settings_of(checkpoint: Path) -> Settings:
 
 def compute(job: Job, opened: OpenedModel, group: Group, progress: Progress) -> Tensor:
     """This rank's part of the job; every rank gets the whole result [tokens, vocab]."""
-    rank = build_rank(opened, group, first_pairs(opened), progress)
+    with allocating(opened):
+        rank = build_rank(opened, group, first_pairs(opened), progress)
     try:
         ids = torch.tensor(job.token_ids, dtype=torch.int64, device=job.settings.engine.device)
         return teacher_forced(rank.model, ids, job.decode, job.settings.model.prefill_chunk_tokens)
@@ -162,13 +168,19 @@ def given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
+def _check_limits(settings: Settings) -> None:
+    """What a caller may give must keep the limits of a profile, for one rank as for many. Raises UsageError."""
+    for key in KEYS:
+        if key.dotted in GIVEN:
+            for fault in faults_of(key, value_of(settings, key)):
+                raise UsageError(fault.message)
+
+
 def _check(job: Job, opened: OpenedModel) -> None:
     if not job.token_ids:
         raise UsageError("there is no token to compute")
     if not 0 <= job.decode <= len(job.token_ids):
         raise UsageError(f"{job.decode} tokens to decode of only {len(job.token_ids)}")
-    if job.settings.model.prefill_chunk_tokens < 1:
-        raise UsageError("a chunk holds at least one token")
     for index, token in enumerate(job.token_ids):
         if not 0 <= token < opened.shape.vocab_size:
             raise UsageError(f"token {index} is {token}; this model's vocabulary has {opened.shape.vocab_size} tokens")
@@ -190,7 +202,9 @@ def main(arguments: Sequence[str]) -> int:
     folder, number = Path(arguments[0]), int(arguments[1])
     job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
     try:
+        use_device(job.settings, number)
         opened = open_model(job.settings)
+        refuse_shortage(opened, number)
         group = TorchGroup(job.settings, number)
         try:
             result = compute(job, opened, group, lambda stage, done, total: None)

@@ -30,6 +30,10 @@ class Family(Protocol):
         """(MoE layer, expert) -> the six tensor names in the order of a record's parts."""
         ...
 
+    def context_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+        """Memory of the pool of contexts on one rank."""
+        ...
+
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
     ) -> Model: ...

@@ -34,6 +34,9 @@ class DeepseekV41Family:
         read_config(config)
         return routed_expert_names()
 
+    def context_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+        return load.context_bytes(read_config(config), settings)
+
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
     ) -> DeepseekV41:

@@ -5,7 +5,7 @@ import torch
 from kernels.numerics import Numerics, numerics_of
 from packers.shards import Checkpoint
 from tided.cache.context import ContextShape
-from tided.cache.pool import Layout, Pool, Source
+from tided.cache.pool import PAGE_TOKENS, Layout, Pool, Source
 from tided.errors import ConfigError
 from tided.experts.bank import ExpertBank
 from tided.models.deepseek_v41.attention import load_attention
@@ -37,6 +37,13 @@ def shape_of(config: Config) -> Shape:
         bos_id=config.bos_token_id,
         eos_id=config.eos_token_id,
     )
+
+
+def context_bytes(config: Config, settings: Settings) -> int:
+    """Of the pool, which every rank holds whole; a page is measured without its memory."""
+    layout = _layout(config.text_config, numerics_of(settings.model.numerics))
+    pages = -(-settings.cache.pool_tokens // PAGE_TOKENS)
+    return pages * Pool(layout, PAGE_TOKENS, torch.device("meta")).nbytes
 
 
 def load(

@@ -1,0 +1,96 @@
+"""Every rank gets a device of its own, and memory that is not there is told before and when it is asked for."""
+
+import pytest
+import torch
+from msgspec.structs import replace
+from real_pair import GOLDEN
+
+from tided.engine import devices
+from tided.engine.build import build_rank, open_model
+from tided.engine.devices import allocating, free_bytes, is_shortage, local_index, needs, refuse_shortage, use_device
+from tided.engine.offline import first_pairs, settings_of
+from tided.errors import UnavailableError
+from tided.models.parallel import Alone
+from tided.settings import Cache, Engine, Experts, Parallel
+
+ON_CUDA = Engine(device="cuda")
+
+
+def with_settings(**changes):
+    return open_model(replace(settings_of(GOLDEN), **changes))
+
+
+def huge_slots():
+    return with_settings(experts=Experts(resident=80, spare_slots=1 << 45))
+
+
+def huge_pool():
+    return with_settings(cache=Cache(context_tokens=1024, pool_tokens=1 << 50))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [((), [0, 1, 2, 3]), (("a", "b", "a", "b"), [0, 0, 1, 1]), (("a", "b", "c", "d"), [0, 0, 0, 0])],
+)
+def test_ranks_of_a_host_count_its_devices(hosts, expected):
+    parallel = Parallel(ranks=4, hosts=hosts)
+    assert [local_index(parallel, rank) for rank in range(4)] == expected
+
+
+def test_a_rank_takes_its_device_and_one_too_many_is_refused(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    settings = replace(settings_of(GOLDEN), engine=ON_CUDA, parallel=Parallel(ranks=3))
+    use_device(settings, 0), use_device(settings, 1)
+    with pytest.raises(UnavailableError, match="rank 2 is number 3 of its host, which has 2 CUDA devices"):
+        use_device(settings, 2)
+    use_device(replace(settings, engine=Engine()), 2)  # a processor is shared
+    assert chosen == [0, 1]
+
+
+def test_what_the_settings_ask_for_is_what_is_allocated():
+    model = with_settings()
+    rank = build_rank(model, Alone(), first_pairs(model), lambda *_: None)
+    experts, context = needs(model)
+    assert experts.nbytes == rank.bank.slots.nbytes
+    assert context.nbytes == rank.model.pool.nbytes > 0
+
+
+@pytest.mark.parametrize("model", [huge_slots, huge_pool])
+def test_memory_that_is_not_there_is_missed_before_it_is_asked_for(model):
+    with pytest.raises(UnavailableError, match=r"GB of experts \(experts\.resident\).*cache\.pool_tokens.* are free"):
+        refuse_shortage(model(), 0)
+
+
+def test_ranks_of_a_host_share_its_memory(monkeypatch):
+    model = with_settings(parallel=Parallel(ranks=2))
+    one = sum(need.nbytes for need in needs(model))
+    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: 2 * one)
+    refuse_shortage(model, 1)
+    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: 2 * one - 1)
+    with pytest.raises(UnavailableError, match="on each of 2 ranks"):
+        refuse_shortage(model, 1)
+    refuse_shortage(with_settings(parallel=Parallel(ranks=2, hosts=("a", "b"))), 1)
+
+
+@pytest.mark.parametrize("model", [huge_slots, huge_pool])
+def test_an_allocation_that_fails_is_told_with_bytes_and_settings(model):
+    opened = model()
+    with (
+        pytest.raises(UnavailableError, match=r"not enough memory: .*experts\.resident.*cache\.pool_tokens"),
+        allocating(opened),
+    ):
+        build_rank(opened, Alone(), first_pairs(opened), lambda *_: None)
+
+
+def test_other_errors_pass():
+    with pytest.raises(ValueError, match="a mistake"), allocating(with_settings()):
+        raise ValueError("a mistake")
+    assert is_shortage(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_shortage(FileNotFoundError())
+
+
+def test_this_machine_tells_its_memory():
+    assert free_bytes(False) > 1 << 20
