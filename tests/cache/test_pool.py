@@ -27,13 +27,20 @@ def test_a_fresh_context():
     assert (c.index, c.position, c.pages) == (5, 0, [])
     assert c.tail.tolist() == [7, 7, 7]
     assert c.windows.shape == (3, 8, 4)
-    assert c.nbytes == 3 * 8 * 4 * 2 + 3 * 8
 
 
 def test_bytes_of_a_pool():
     p = pool(300)
     assert p.free_tokens == 3 * PAGE_TOKENS
-    assert p.nbytes == 3 * (PAGE_TOKENS + PAGE_TOKENS // 2) * (4 + 2) * 4
+    assert LAYOUT.page_bytes == (PAGE_TOKENS + PAGE_TOKENS // 2) * (4 + 2) * 4
+    assert sum(t.nbytes for held in (p.rows, p.keys) for t in held.values()) == 3 * LAYOUT.page_bytes
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1 << 50, "40,532,396.6 GB"), (1 << 62, "GB")])
+def test_a_pool_that_no_machine_has_room_for(tokens, size):
+    with pytest.raises(UnavailableError, match=f"no memory for a context pool of {tokens} tokens: .*{size}") as caught:
+        pool(tokens)
+    assert "pool_tokens in [cache]" in str(caught.value)
 
 
 def test_growing_takes_only_what_is_missing():

@@ -40,12 +40,6 @@ class Context:
         self.remainders: dict[int, Remainder] = {}
         self.tail: NDArray[np.int64] = np.full(shape.tail_tokens, shape.pad_id, dtype=np.int64)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes beside the pages."""
-        held = [t for r in self.remainders.values() for t in (r.rows, r.gates)]
-        return self.windows.nbytes + self.tail.nbytes + sum(t.nbytes for t in held)
-
     def take(self, pages: list[int]) -> None:
         if pages:
             self.pages.extend(pages)

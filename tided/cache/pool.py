@@ -1,4 +1,5 @@
-"""The paged pool of compressed rows and index keys that all lanes share, in the model's own row formats.
+"""The paged pool of compressed rows and index keys that all lanes share, as the values that the model's row formats
+hold: rounded to them, and kept in a dtype that computes (bf16: 3.6 times the bytes of the formats themselves).
 
 A page holds PAGE_TOKENS tokens of context in every KV source layer: PAGE_TOKENS / ratio rows of each. One page table
 a lane therefore serves all layers. Pages are taken as a context grows and come back when the lane is closed; nothing
@@ -32,23 +33,31 @@ class Layout:
     index_dim: int
     dtype: torch.dtype
 
+    @property
+    def page_bytes(self) -> int:
+        rows = sum(PAGE_TOKENS // source.ratio for source in self.sources)
+        return rows * (self.head_dim + self.index_dim) * self.dtype.itemsize
+
 
 class Pool:
     """`rows[layer]` [pages * rows of a page, head_dim] and `keys[layer]` [.., index_dim] hold all lanes' pages."""
 
     def __init__(self, layout: Layout, pool_tokens: int, device: torch.device) -> None:
+        """Raises UnavailableError when the device has not the memory."""
         self.pages = -(-pool_tokens // PAGE_TOKENS)
-        self.rows: dict[int, Tensor] = {}
-        self.keys: dict[int, Tensor] = {}
-        for source in layout.sources:
-            count = self.pages * (PAGE_TOKENS // source.ratio)
-            self.rows[source.layer] = torch.zeros(count, layout.head_dim, dtype=layout.dtype, device=device)
-            self.keys[source.layer] = torch.zeros(count, layout.index_dim, dtype=layout.dtype, device=device)
-        self._free = list(range(self.pages - 1, -1, -1))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for held in (self.rows, self.keys) for t in held.values())
+        def zeros(columns: int) -> dict[int, Tensor]:
+            counts = {source.layer: self.pages * (PAGE_TOKENS // source.ratio) for source in layout.sources}
+            return {n: torch.zeros(rows, columns, dtype=layout.dtype, device=device) for n, rows in counts.items()}
+
+        try:
+            self.rows, self.keys = zeros(layout.head_dim), zeros(layout.index_dim)
+        except (RuntimeError, MemoryError) as e:  # torch has no type of its own for this on a CPU
+            raise UnavailableError(
+                f"no memory for a context pool of {pool_tokens} tokens: {self.pages * layout.page_bytes / 1e9:,.1f} GB",
+                hint="lower pool_tokens in [cache]",
+            ) from e
+        self._free = list(range(self.pages - 1, -1, -1))
 
     @property
     def free_tokens(self) -> int:
