@@ -17,6 +17,7 @@ from scripted_engine import ScriptedEngine, Server, settings_with
 from small_tokenizer import build
 
 from tided.api.app import build_app, build_runner
+from tided.api.context import CONTEXT
 from tided.api.ports import Limits
 from tided.chat.messages import Segment
 from tided.chat.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ async def serve(engine, tokenizer):
             await site.start()
             port = runner.addresses[0][1]
             session = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
-            return Server(session, port, engine)
+            return Server(session, port, engine, app[CONTEXT])
 
         yield start
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 
+from tided.api.context import Context
 from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
 from tided.errors import RequestError
 from tided.settings import Cache, Experts, Model, Settings
@@ -122,6 +123,7 @@ class Server:
     session: aiohttp.ClientSession
     port: int
     engine: ScriptedEngine
+    context: Context
 
     def post(self, body: Any, **options: Any) -> Any:
         data = body if isinstance(body, (bytes, str)) else json.dumps(body)

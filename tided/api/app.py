@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from aiohttp import web
 
+from tided.api.admission import Admission
 from tided.api.auth import KeyRing
 from tided.api.context import CONTEXT, Context
 from tided.api.json_text import to_json
@@ -35,13 +36,14 @@ def build_app(
     keys = KeyRing.load(settings.server.api_keys_file)
     if keys.open and not _is_loopback(settings.server.host):
         log.warning("anyone who reaches %s may ask: set server.api_keys_file", settings.server.host)
-    app = web.Application(middlewares=[observe], client_max_size=settings.server.max_body_bytes)
+    app = web.Application(middlewares=[observe])
     app[CONTEXT] = Context(
         engine=engine,
         tokenizer=tokenizer,
         settings=settings,
         keys=keys,
         limits=limits,
+        admission=Admission(engine, settings.engine.queue, settings.server.max_body_bytes),
         slots=Slots(limits.prepare_s),
         fingerprint=_fingerprint(identity, settings),
         context_tokens=min(settings.cache.context_tokens, settings.cache.pool_tokens),

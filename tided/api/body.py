@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from tided.api.admission import Place
 from tided.api.errors import TooLargeError
+from tided.api.slots import SHORT_BYTES
 from tided.chat.text import shorten, well_formed
 from tided.errors import RequestError
 
@@ -26,19 +28,22 @@ _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-async def read_body(request: web.Request, limit_bytes: int, timeout_s: float) -> bytes:
-    """The body as it came, compressed or not. Reading stops at the limit."""
-    if (request.content_length or 0) > limit_bytes:
-        raise TooLargeError(limit_bytes)
+async def read_body(request: web.Request, limit_bytes: int, timeout_s: float, place: Place) -> bytearray:
+    """The body as it came, compressed or not. Reading stops at the limit. The request keeps no copy of it."""
+    body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
-            return await request.read()
+            async for data in request.content.iter_any():
+                body += data
+                if len(body) > limit_bytes:
+                    raise TooLargeError(limit_bytes)
+                if len(body) > SHORT_BYTES:
+                    place.hold(limit_bytes)
     except TimeoutError:
         raise RequestError("The request's body did not arrive in time.", status=408, kind="timeout_error") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise TooLargeError(limit_bytes) from None
     except (HttpProcessingError, web.RequestPayloadError):
         raise RequestError("The request's body cannot be read.") from None
+    return body
 
 
 def decompressed(

@@ -7,6 +7,7 @@ from statistics import median
 
 from aiohttp import web
 
+from tided.api.admission import Admission
 from tided.api.auth import KeyRing
 from tided.api.generation import Generation
 from tided.api.ports import Engine, Limits
@@ -26,6 +27,7 @@ class Context:
     settings: Settings
     keys: KeyRing
     limits: Limits
+    admission: Admission
     slots: Slots
     fingerprint: str
     context_tokens: int

@@ -73,13 +73,15 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 async def expect(request: web.Request) -> None:
-    """Asks for the body of a client that waits for leave (`Expect: 100-continue`) only when its key is right."""
+    """Asks for the body of a client that waits for leave (`Expect: 100-continue`) only when it will be read."""
     if request.version < HttpVersion11:
         return
+    context = request.app[CONTEXT]
     try:
-        request.app[CONTEXT].keys.check(request.headers)
+        context.keys.check(request.headers)
+        context.admission.check(request.content_length)
     except RequestError:
-        return  # the reply itself is the answer: 401
+        return  # the reply itself is the answer
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # a reply has not begun
 

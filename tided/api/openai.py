@@ -4,6 +4,7 @@ from contextlib import suppress
 
 from aiohttp import web
 
+from tided.api.admission import Place
 from tided.api.body import decompressed, read_body
 from tided.api.context import CONTEXT, NOTE, Context
 from tided.api.errors import TooLargeError, as_request_error, error_body
@@ -11,15 +12,16 @@ from tided.api.generation import Generation
 from tided.api.json_text import to_json
 from tided.api.openai_wire import ChatWire
 from tided.api.prepare import Prepared, prepare
-from tided.api.slots import SHORT_BYTES, Slots
+from tided.api.slots import SHORT_BYTES, Alive
 from tided.api.sse import DONE, EventStream, ReaderStalledError
 from tided.chat.deltas import Delta
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
-    prepared = await _prepare(request, context)
-    generation = Generation(context.engine, prepared, context.tokenizer)
+    with context.admission.place(request.content_length) as place:
+        prepared = await _prepare(request, context, place)
+        generation = Generation(context.engine, prepared, context.tokenizer)
     request[NOTE].generation = generation
     wire = ChatWire(generation, context.settings.model.served_name, context.fingerprint)
     try:
@@ -31,26 +33,31 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         generation.close()
 
 
-async def _prepare(request: web.Request, context: Context) -> Prepared:
+async def _prepare(request: web.Request, context: Context, place: Place) -> Prepared:
     limit_bytes = context.settings.server.max_body_bytes
-    body = await read_body(request, limit_bytes, context.limits.body_s)
-    plain = await _unfolded(body, request.headers.get("Content-Encoding", ""), limit_bytes, context.slots)
-    prepared = await context.slots.run(
-        len(plain), lambda alive: prepare(plain, context.tokenizer, context.settings, context.context_tokens, alive)
-    )
+    sent = await read_body(request, limit_bytes, context.limits.body_s, place)
+    body, encoding = await _unfolded_if_short(sent, request.headers.get("Content-Encoding", ""), limit_bytes, context)
+
+    def work(alive: Alive) -> Prepared:
+        plain = decompressed(body, encoding, limit_bytes, alive)
+        return prepare(plain, context.tokenizer, context.settings, context.context_tokens, alive)
+
+    prepared = await context.slots.run(limit_bytes if encoding else len(body), work)
     if request.headers.get("x-engine-stats") == "0":
         return prepared.without_stats()
     return prepared
 
 
-async def _unfolded(body: bytes, encoding: str, limit_bytes: int, slots: Slots) -> bytes | bytearray:
-    """The body without its encoding. How long it is shows only then: what is not short starts again as a long one."""
-    if not encoding:
-        return body
-    if len(body) <= SHORT_BYTES < limit_bytes:
+async def _unfolded_if_short(
+    body: bytearray, encoding: str, limit_bytes: int, context: Context
+) -> tuple[bytes | bytearray, str]:
+    """The body, and the encoding it still has. How long a folded body is shows only when it is unfolded: one that does
+    not stay short is left for the thread of the long ones, so that no two of them are unfolded at once."""
+    if encoding and len(body) <= SHORT_BYTES < limit_bytes:
         with suppress(TooLargeError):
-            return await slots.run(len(body), lambda alive: decompressed(body, encoding, SHORT_BYTES, alive))
-    return await slots.run(limit_bytes, lambda alive: decompressed(body, encoding, limit_bytes, alive))
+            plain = await context.slots.run(len(body), lambda alive: decompressed(body, encoding, SHORT_BYTES, alive))
+            return plain, ""
+    return body, encoding
 
 
 async def _whole(context: Context, generation: Generation, wire: ChatWire) -> web.Response:
