@@ -2,7 +2,7 @@
 
 The widths are what counts: a vector unit takes 4 to 32 numbers at once, and what is left over is computed otherwise."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -85,6 +85,15 @@ TURNED: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
     "index queries": (HEADS * INDEX, rotated(HEADS, INDEX)),
     "a narrow row": (64, rotated(64)),
 }
+
+
+@pytest.fixture(autouse=True, params=[1, 4], ids=["1 thread", "4 threads"])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Work is cut over threads by its size, which grows with the company."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 def check(operation: Callable[..., Tensor], *rows: Tensor) -> None:
