@@ -128,6 +128,7 @@ class PackWriter:
         """The checksums of the records that an earlier run left intact; an empty file is started."""
         page = os.pread(self._fd, PAGE_BYTES, 0)
         index = self._intact() if self._is_ours(page) else bytearray()
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._put(encode_page(self.header, PARTIAL), 0)
         os.ftruncate(self._fd, self.header.offset(len(index) // DIGEST_BYTES))
         return index

@@ -59,6 +59,8 @@ def expected(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     monkeypatch.setattr(writing, "FLUSH_BYTES", 2 * RECORD.slot_bytes)
+    for flush in ("fsync", "fdatasync"):  # hundreds of them, on a disk that others use
+        monkeypatch.setattr(writing.os, flush, lambda fd: None)
 
 
 def contents(directory):
@@ -73,6 +75,20 @@ def test_one_pass_over_the_source_makes_the_packs_of_all_ranks(tmp_path, expecte
     assert told == [(n, 15) for n in range(16)]
     assert contents(tmp_path / "new") == expected
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == NAMES
+
+
+def test_records_are_flushed_before_their_checksums_and_everything_before_the_name(tmp_path, monkeypatch):
+    events, pwrite, rename = [], os.pwrite, Path.rename
+    monkeypatch.setattr(writing.os, "pwrite", lambda fd, data, at: (events.append(at), pwrite(fd, data, at))[1])
+    for flush in ("fsync", "fdatasync"):
+        monkeypatch.setattr(writing.os, flush, lambda fd: events.append("flush"))
+    monkeypatch.setattr(Path, "rename", lambda path, to: (events.append("name"), rename(path, to))[1])
+    make(tmp_path, lambda *pair: Source()(*pair)[:1], headers=HEADERS[:1])
+    at = HEADERS[0].offset
+    batches = [[at(n), at(n + 1), "flush", PAGE_BYTES + 16 * n] for n in range(0, 14, 2)]
+    last = [at(14), "flush", PAGE_BYTES + 16 * 14]
+    assert events == [0, *(event for batch in batches for event in batch), *last, PAGE_BYTES, "flush", 0, "flush",
+                      "name", "flush"]  # fmt: skip
 
 
 class CallsThatEnd:
@@ -139,16 +155,17 @@ def test_a_kill_at_random_moments_of_a_real_process_loses_nothing_but_the_last_b
         t.make(t.Path(sys.argv[1]), slow)
     """)
     here = Path(__file__).parent
-    command = [sys.executable, "-c", program, str(tmp_path), str(here), str(here.parents[1])]
     rng = np.random.default_rng(3)
     for lines in rng.integers(1, 12, 4):
+        directory = tmp_path / str(lines)
+        command = [sys.executable, "-c", program, str(directory), str(here), str(here.parents[1])]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             for _ in range(lines):
                 assert process.stdout.readline().strip(), "it ended before it was killed"
             time.sleep(float(rng.uniform(0, 0.004)))
             process.send_signal(signal.SIGKILL)
-    make(tmp_path)
-    assert contents(tmp_path) == expected
+        make(directory)
+        assert contents(directory) == expected
 
 
 def killed_after(directory, records):
