@@ -2,13 +2,15 @@
 
 import os
 import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tidectl import logs, profiles, supervisor
+from tidectl import http, logs, profiles, supervisor
 from tidectl.output import emit, say
 from tidectl.preflight import check_ports, check_profile
-from tidectl.running import look
+from tidectl.running import look, url_of
 from tidectl.state import state_dir
 from tidectl.waiting import Item, line, waiting
 from tided.control.state import RankState
@@ -17,6 +19,7 @@ from tided.settings import Settings
 
 LOG_LINES = 15
 STOP_MARGIN_S = 20.0  # beside server.drain_s: what the supervisor itself allows, and some
+HEALTH_EVERY_S = 0.25
 ABORT_S = 15.0  # an interrupted start has no request to finish
 
 
@@ -35,7 +38,7 @@ def stop(timeout_s: float | None, as_json: bool) -> None:
     if as_json:
         emit("stop/1", ended)
     else:
-        say(f"stopped {ended['profile']}")
+        say(f"stopped {profiles.name_of(ended['profile'])}")
         for rank in ended["ranks"]:
             if rank["exit_code"]:
                 say(f"rank {rank['rank']} {supervisor.how_ended(rank['exit_code'])}")
@@ -122,28 +125,59 @@ def _report(profile: Path, directory: Path, ranks: list[RankState], as_json: boo
 
 
 def _stop(directory: Path, timeout_s: float | None) -> dict[str, Any]:
-    """Stops what runs; how each rank ended."""
+    """Stops what runs: how each rank ended, and the requests that were cut."""
     now = supervisor.status(directory)
+    drain_s = _drain_s(now)
+    limit_s = drain_s + STOP_MARGIN_S if timeout_s is None else timeout_s
     if now.run is not None:
-        say(f"stopping {now.run.profile} (running requests may finish)")
+        say(f"stopping {profiles.name_of(now.run.profile)} (running requests may finish)")
+    requests = _OpenRequests(url_of(now))
     try:
-        supervisor.stop(directory, _stop_timeout(now) if timeout_s is None else timeout_s)
+        supervisor.stop(directory, limit_s, requests)
     except KeyboardInterrupt:
         say("interrupted; the ranks go on ending, see `tidectl status`")
         raise
+    cut = requests.left_after(min(limit_s, drain_s))
+    if any(cut.values()):
+        say(f"the time was over: {cut['running']} running and {cut['waiting']} waiting requests were cut")
     last = supervisor.status(directory).last
     ranks = [{"rank": rank.rank, "exit_code": rank.exit_code} for rank in last.ranks] if last else []
-    return {"profile": now.run.profile if now.run else "", "ranks": ranks}
+    return {"profile": now.run.profile if now.run else "", "ranks": ranks, "cut": cut}
 
 
-def _stop_timeout(now: supervisor.Status) -> float:
+class _OpenRequests:
+    """The server's requests while it ends, as it last said; called again and again."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._began_s = url, time.monotonic()
+        self._asked_s, self._left = -HEALTH_EVERY_S, {"running": 0, "waiting": 0}
+
+    def __call__(self) -> None:
+        now_s = time.monotonic()
+        if not self._url or now_s < self._asked_s + HEALTH_EVERY_S:
+            return
+        self._asked_s = now_s
+        with suppress(TideError):  # the port closes when the answers are out
+            health = http.health(self._url, HEALTH_EVERY_S)
+            lanes = health.get("lanes")
+            running = lanes.get("busy") if isinstance(lanes, dict) else None
+            counts = (("running", running), ("waiting", health.get("queue")))
+            self._left = {name: count if isinstance(count, int) else 0 for name, count in counts}
+
+    def left_after(self, allowed_s: float) -> dict[str, int]:
+        """None when all ended before the time was over: then they had finished."""
+        over = time.monotonic() - self._began_s >= allowed_s
+        return self._left if over else dict.fromkeys(self._left, 0)
+
+
+def _drain_s(now: supervisor.Status) -> float:
     from tided.profile import load
 
     try:
         settings: Settings = load(now.run.profile if now.run else "")
     except TideError:  # changed or removed since it was started
-        return 2 * STOP_MARGIN_S
-    return settings.server.drain_s + STOP_MARGIN_S
+        return STOP_MARGIN_S
+    return settings.server.drain_s
 
 
 def loading(ranks: list[RankState]) -> list[Item]:

@@ -108,7 +108,8 @@ def stop(
 ) -> None:
     """Stop what runs, once the running requests have finished.
 
-    New requests are refused at once. What has not ended after the timeout is killed.
+    New requests are refused at once. What has not ended after the timeout is killed, and the requests that were cut are
+    counted.
     """
     from tidectl import lifecycle
 

@@ -119,6 +119,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._members: list[Member] = []
         self._stopping = False  # set by a signal
+        self._at_once = False  # by SIGUSR1: what has not ended is killed
         self._told = False  # the ranks were asked to end
         self._first: int | None = None
         self._deadline = 0.0  # when those that are left are killed
@@ -126,8 +127,9 @@ class Supervisor:
     def run(self) -> int:
         self._wake_on_signals()
         try:
-            for rank in local_ranks(self._settings.parallel):
-                self._spawn(rank)
+            ranks = local_ranks(self._settings.parallel)
+            for rank in ranks:
+                self._spawn(rank, len(ranks))
             while any(member.exit_code is None for member in self._members):
                 self._judge()
                 self._sleep()
@@ -141,22 +143,23 @@ class Supervisor:
         for end in (self._signals, writer):
             end.setblocking(False)
         signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._selector.register(self._signals, selectors.EVENT_READ, None)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._stopping |= number != signal.SIGCHLD
+        self._at_once |= number == signal.SIGUSR1
 
-    def _spawn(self, rank: int) -> None:
+    def _spawn(self, rank: int, planned: int) -> None:
         arguments = ["--profile", str(self._profile), "--rank", str(rank), "--state-dir", str(self._state_dir)]
         member = Member(rank, [*self._program, *arguments], Log(log_path(self._state_dir, rank)))
         member.log.mark(run_mark(self._profile))
         self._members.append(member)
         self._selector.register(member.output, selectors.EVENT_READ, member)
         children = [Child(member.rank, member.identity) for member in self._members]
-        run = Run(str(self._profile), identify(os.getpid()), self._started, children)
+        run = Run(str(self._profile), identify(os.getpid()), self._started, planned, children)
         write_private(self._state_dir / "supervisor.json", msgspec.json.encode(run) + b"\n")
 
     def _sleep(self) -> None:
@@ -176,7 +179,7 @@ class Supervisor:
             self._first = min(ended, key=lambda member: member.exit_code == PairError.exit_code).rank
             self._end_all(FAULT_GRACE_S)
         for member in self._members if self._told else ():
-            late = time.monotonic() > self._deadline
+            late = self._at_once or time.monotonic() > self._deadline
             if member.exit_code is None and (late or member.identity.is_stopped()):
                 member.process.kill()
 

@@ -12,6 +12,7 @@ means that the supervisor was killed: its ranks are ended and its files removed 
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tidectl.processes import POLL_S, Identity, end
+from tidectl.processes import KILL_WAIT_S, POLL_S, Identity, end
 from tided.control.state import RankState, rank_file, read_rank
 from tided.errors import (
     ConfigError,
@@ -55,11 +56,12 @@ class Child(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """`started` in seconds of Unix time. `ranks` are those of this machine."""
+    """`started` in seconds of Unix time. `ranks` are those of this machine that run; there will be `planned`."""
 
     profile: str
     supervisor: Identity
     started: float
+    planned: int
     ranks: list[Child]
 
 
@@ -107,7 +109,7 @@ class Handle:
             progress(now.ranks)
             if ended:
                 raise why_ended(now, self.state_dir)
-            if now.run and now.ranks and len(now.ranks) == len(now.run.ranks) and _all_ready(now.ranks):
+            if now.run and len(now.ranks) == now.run.planned and _all_ready(now.ranks):
                 return now.ranks
             time.sleep(POLL_S)
         raise UnavailableError(
@@ -162,27 +164,41 @@ def status(state_dir: Path) -> Status:
     return Status(is_locked(state_dir), run, ranks, last)
 
 
-def stop(state_dir: Path, timeout_s: float) -> None:
-    """Ends what runs: running requests may finish first, until `timeout_s`; then by force. Raises NotRunningError."""
+def stop(state_dir: Path, timeout_s: float, watch: Callable[[], None] = lambda: None) -> None:
+    """Ends what runs: running requests may finish first, until `timeout_s`; then by force. `watch` is called before it
+    and while it lasts. Raises NotRunningError."""
     now = status(state_dir)
     if now.run is None and not now.running:
         raise NotRunningError("nothing is running", where=str(state_dir))
     if now.running and now.run is not None:
-        end([now.run.supervisor], timeout_s)
+        watch()
+        _end_supervisor(now.run.supervisor, timeout_s, watch)
     if now.run is None:
         raise UnavailableError("a start is under way; try again in a moment", where=str(state_dir))
     lock = take_lock(state_dir)
     try:
-        clean(state_dir)  # of use when the supervisor was killed, by us or before
+        clean(state_dir, min(timeout_s, ORPHAN_GRACE_S))  # of use when the supervisor was killed, by us or before
     finally:
         os.close(lock)
 
 
-def clean(state_dir: Path) -> None:
+def _end_supervisor(supervisor: Identity, timeout_s: float, watch: Callable[[], None]) -> None:
+    """In order; when the time is over by SIGUSR1, on which it kills its ranks and still tells how they ended; at last
+    without it."""
+    for number, wait_s in ((signal.SIGTERM, timeout_s), (signal.SIGUSR1, KILL_WAIT_S)):
+        supervisor.send(number)
+        deadline = time.monotonic() + wait_s
+        while supervisor.is_alive() and not supervisor.is_stopped() and time.monotonic() < deadline:
+            watch()
+            time.sleep(POLL_S)
+    end([supervisor], 0)
+
+
+def clean(state_dir: Path, grace_s: float = ORPHAN_GRACE_S) -> None:
     """Ends the ranks of a supervisor that was killed, and removes its files. Called with the lock held."""
     run = read_file(state_dir / "supervisor.json", Run)
     if run is not None:
-        end([child.process for child in run.ranks], ORPHAN_GRACE_S)
+        end([child.process for child in run.ranks], grace_s)
         for child in run.ranks:
             rank_file(state_dir, child.rank).unlink(missing_ok=True)
     (state_dir / "supervisor.json").unlink(missing_ok=True)

@@ -122,6 +122,7 @@ def test_json_of_start_and_stop(tidectl: Tidectl, profile: Path) -> None:
         "schema": "tidectl.stop/1",
         "profile": str(profile),
         "ranks": [{"rank": 0, "exit_code": 0}, {"rank": 1, "exit_code": 0}],
+        "cut": {"running": 0, "waiting": 0},
     }
 
 
@@ -247,6 +248,22 @@ def test_a_deaf_rank_is_killed_and_named(tidectl: Tidectl, profile: Path, monkey
     assert tidectl("start", str(profile)).exit_code == 0
     stopped = tidectl("stop", "--timeout", "0")
     assert stopped.exit_code == 0
+    assert "rank 1 was killed by signal 9" in stopped.stderr  # by its supervisor, which tells of it
+    assert "the time was over: 1 running and 4 waiting requests were cut" in stopped.stderr
+    assert tidectl("status").exit_code == 3
+
+
+def test_a_deaf_supervisor_is_killed_with_its_ranks(
+    tidectl: Tidectl, profile: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DAEMON", "1:deaf")
+    assert tidectl("start", str(profile)).exit_code == 0
+    run = supervisor.status(state).run
+    assert run is not None
+    os.kill(run.supervisor.pid, signal.SIGSTOP)
+    within(5, run.supervisor.is_stopped)
+    assert tidectl("stop", "--timeout", "0").exit_code == 0
+    assert not any(child.process.is_alive() for child in run.ranks)
     assert tidectl("status").exit_code == 3
 
 

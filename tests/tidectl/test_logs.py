@@ -138,7 +138,7 @@ def test_a_line_end_is_no_part_of_the_mark_after_it(path: Path) -> None:
 
 def state_of(running: list[int], last: list[int]) -> Status:
     me = Identity(1, 1)
-    run = Run("p", me, 0.0, [Child(rank, me) for rank in running]) if running else None
+    run = Run("p", me, 0.0, len(running), [Child(rank, me) for rank in running]) if running else None
     ended = Ended("p", 0.0, None, [EndedRank(rank, 0, "") for rank in last]) if last else None
     return Status(bool(running), run, [], ended)
 
