@@ -29,6 +29,10 @@ class Sensitivity(NamedTuple):
     gate: float
 
     @property
+    def adapts(self) -> bool:
+        return math.isfinite(self.half_life)
+
+    @property
     def decay(self) -> float:
         """What is left of a vote after one more request."""
         return math.pow(0.5, 1.0 / self.half_life)
@@ -41,6 +45,20 @@ SENSITIVITY = {
     "high": Sensitivity(10, 0.01),
     "max": Sensitivity(5, 0.005),
 }
+MEDIUM_SHARE = 1.0 - SENSITIVITY["medium"].decay
+
+
+def sensitivity_of(level: str | float) -> Sensitivity:
+    """A level by its name, or by the share of all votes that the newest request is to have, from 0 (off) to below 0.5.
+    The gate scales against it: what follows slowly is not worth a plan for a few misses."""
+    if isinstance(level, str):
+        return SENSITIVITY[level]
+    if not 0 <= level < 0.5:
+        raise ValueError(f"a share of {level} of all votes, must be from 0 to below 0.5")
+    if not level:
+        return SENSITIVITY["off"]
+    gate = SENSITIVITY["medium"].gate * MEDIUM_SHARE / level
+    return Sensitivity(math.log(0.5) / math.log1p(-level), min(max(gate, 0.005), 0.2))
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,9 @@ from tided.tide.heat import Heat, Indices, Weights
 from tided.tide.kin import Kin
 from tided.tide.planner import Pair, PairSwap, swap_plan
 
-MARGIN = 1.1  # a newcomer must be expected to carry so many times what its victim carries
+MARGIN = 1.2  # a newcomer must be expected to carry so many times what its victim carries
 MIN_GAIN = 0.25  # of the mean expected weight: what gains less is not worth a read
+PLAN_GAIN = 1.0  # the same for a plan, which reads what nobody has missed yet
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class HotReads:
     def plan(self, max_swaps: int) -> list[PairSwap]:
         """Swaps of residents for pairs that are neither routable nor on their way. Swaps that are being read stay."""
         expected = self.heat.expected.copy()
-        least = MIN_GAIN * float(expected.mean())
+        least = PLAN_GAIN * float(expected.mean())
         expected[sorted(self._ring | self._loading | self._arriving)] = 0.0
         expected[sorted(self._leaving)] = 1.0
         return swap_plan(expected.reshape(self.scores().shape), self.residents, self.floor, max_swaps, least)

@@ -4,6 +4,7 @@ A device shares its bandwidth among the reads in flight, so each takes longer th
 together all land after n times the latency of one. Time is a number of seconds that the runner moves on, step by step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,8 @@ class Disk:
     """One rank's device. `begin` queues a read, `advance` moves the clock on and returns what has landed since."""
 
     def __init__(self, machine: Machine, pairs: int, rng: np.random.Generator) -> None:
-        self._bytes_s = machine.bandwidth_bytes_s * machine.share * pairs / machine.pairs
+        self.bytes_s = machine.bandwidth_bytes_s * machine.share * pairs / machine.pairs
+        self.bytes_of_read = machine.record_bytes + machine.latency_s * self.bytes_s  # its latency as bytes
         self._machine, self._rng = machine, rng
         self.now_s = 0.0
         self.bytes_read = 0
@@ -47,15 +49,15 @@ class Disk:
         self._late: list[tuple[float, int, bool]] = []  # when, ticket, good
 
     def begin(self, ticket: int, fault: Fault) -> None:
-        size = self._machine.record_bytes * max(0.2, 1.0 + self._machine.jitter * float(self._rng.standard_normal()))
-        self._queue.append((ticket, size + self._machine.latency_s * self._bytes_s, fault))
+        size = self.bytes_of_read * max(0.2, 1.0 + self._machine.jitter * float(self._rng.standard_normal()))
+        self._queue.append((ticket, size, fault))
         self.bytes_read += self._machine.record_bytes
 
     def advance(self, until_s: float) -> list[tuple[int, bool]]:
         """(ticket, good) of reads that ended by then, in the order in which they ended."""
         while self._queue and self.now_s < until_s:
             flying = self._queue[: self._machine.depth]
-            rate = self._bytes_s / len(flying)
+            rate = self.bytes_s / len(flying)
             step_s = min(until_s - self.now_s, min(left for _, left, _ in flying) / rate)
             self.now_s += step_s
             left = [(ticket, rest - rate * step_s, fault) for ticket, rest, fault in flying]
@@ -66,26 +68,23 @@ class Disk:
         self._late = [one for one in self._late if one[0] > until_s]
         return [(ticket, good) for _, ticket, good in ended]
 
-    @property
-    def waiting(self) -> int:
-        return len(self._queue) + len(self._late)
 
-
-class Pair:
+class Ranks:
     """The disks of all ranks, and what rank 0 knows of them: a read has landed when every rank has said so, which it
     hears one message later. One rank's failure is everybody's: the read counts as failed once all have answered."""
 
     def __init__(self, machine: Machine, pairs: int, rng: np.random.Generator) -> None:
         self.machine = machine
         self.disks = [Disk(machine, pairs, rng) for _ in range(machine.ranks)]
+        self.whole: list[set[int]] = [set() for _ in range(machine.ranks)]  # by rank: tickets it has read to the end
         self._answers: dict[int, list[bool]] = {}
         self._next = 0
 
-    def read(self, faults: "list[Fault] | None" = None) -> int:
-        """Begins a read on every rank; its ticket."""
+    def read(self, faults: Sequence[Fault]) -> int:
+        """Begins a read on every rank; its ticket. One fault a rank."""
         ticket, self._next = self._next, self._next + 1
-        for rank, disk in enumerate(self.disks):
-            disk.begin(ticket, faults[rank] if faults else Fault())
+        for disk, fault in zip(self.disks, faults, strict=True):
+            disk.begin(ticket, fault)
         self._answers[ticket] = []
         return ticket
 
@@ -94,14 +93,16 @@ class Pair:
         for rank, disk in enumerate(self.disks):
             for ticket, good in disk.advance(until_s - (self.machine.link_s if rank else 0.0)):
                 self._answers[ticket].append(good)
+                if good:
+                    self.whole[rank].add(ticket)
         complete = [ticket for ticket, answers in self._answers.items() if len(answers) == len(self.disks)]
         return [(ticket, all(self._answers.pop(ticket))) for ticket in sorted(complete)]
 
     @property
     def bytes_read(self) -> int:
+        """Of one rank: each reads its own share of every expert."""
         return self.disks[0].bytes_read
 
     def reads_in(self, seconds: float) -> float:
         """How many reads that much disk time is worth."""
-        disk = self.disks[0]
-        return seconds * disk._bytes_s / (self.machine.record_bytes + self.machine.latency_s * disk._bytes_s)
+        return seconds * self.disks[0].bytes_s / self.disks[0].bytes_of_read

@@ -1,6 +1,5 @@
 """One policy, one trace, one simulated pair. The runner owns what is routable and believes no policy."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,14 +7,14 @@ import numpy.typing as npt
 
 from tided.errors import PairError
 from tided.tide.planner import Pair
-from tided.tide.sim.machine import Fault, Machine
-from tided.tide.sim.machine import Pair as Ranks
+from tided.tide.sim import faults as rig
+from tided.tide.sim.faults import Faults
+from tided.tide.sim.machine import Machine, Ranks
 from tided.tide.sim.policies import Policy
 from tided.tide.sim.trace import Span, Trace
 
 PREFILL_CHUNK_TOKENS = 128
 STRETCH_TOKENS = 100
-Faults = Callable[[int, int], Fault]  # (ticket, rank) -> what goes wrong
 
 
 @dataclass
@@ -54,9 +53,11 @@ class World:
         self.shape, self.policy, self.ranks, self.slots = trace.shape, policy, ranks, slots
         self.routable = np.zeros(self.shape.layers * self.shape.experts, dtype=bool)
         self.routable[[self._index(pair) for pair in residents]] = True
-        self._count = self.routable.reshape(self.shape.layers, -1).sum(axis=1)
+        self._grid = (self.shape.layers, self.shape.experts)
+        self._count = self.routable.reshape(self._grid).sum(axis=1)
         self._used = int(self.routable.sum())
         self.loading: dict[int, Pair] = {}
+        self._came_by: dict[int, int] = {}  # routable pairs that were read: by which ticket
         self.reads = self.failed = 0
 
     def land(self, until_s: float) -> None:
@@ -64,6 +65,7 @@ class World:
         for ticket, good in self.ranks.advance(until_s):
             pair = self.loading.pop(ticket)
             if good:
+                self._came_by[self._index(pair)] = ticket
                 self.routable[self._index(pair)] = True
                 self._count[pair[0]] += 1
                 leaves = self.policy.published(pair)
@@ -74,7 +76,7 @@ class World:
                 self.failed += 1
                 self.policy.failed(pair)
 
-    def move(self, reads: int, faults: Faults | None) -> None:
+    def move(self, reads: int, faults: Faults) -> None:
         moves = self.policy.moves(reads)
         if len(moves.load) > reads:
             raise PairError(f"{len(moves.load)} reads, the step is worth {reads}")
@@ -83,20 +85,31 @@ class World:
         for pair in moves.load:
             self._load(pair, faults)
 
+    def check(self) -> None:
+        """Raises PairError unless all that is routable is whole on every rank, every layer has its floor, and nobody
+        has more than the slots."""
+        for index, ticket in self._came_by.items():
+            if not all(ticket in whole for whole in self.ranks.whole):
+                raise PairError(f"pair {index} is routable, but not every rank has read it")
+        if self._count.min() < self.shape.top_k or (self.routable.reshape(self._grid).sum(axis=1) != self._count).any():
+            raise PairError("a layer is below its floor")
+        if not int(self.routable.sum()) + len(self.loading) == self._used <= self.slots:
+            raise PairError(f"{self._used} slots of {self.slots} are in use")
+
     def _withdraw(self, pair: Pair) -> None:
         if not self.routable[self._index(pair)] or self._count[pair[0]] <= self.shape.top_k:
             raise PairError(f"{pair} was withdrawn: not routable, or the floor of its layer")
         self.routable[self._index(pair)] = False
+        self._came_by.pop(self._index(pair), None)
         self._count[pair[0]] -= 1
         self._used -= 1
 
-    def _load(self, pair: Pair, faults: Faults | None) -> None:
+    def _load(self, pair: Pair, faults: Faults) -> None:
         if self.routable[self._index(pair)] or pair in self.loading.values() or self._used >= self.slots:
             raise PairError(f"{pair} was loaded: it is there already, or there is no slot")
         self._used += 1
         self.reads += 1
-        ranks = range(self.ranks.machine.ranks)
-        ticket = self.ranks.read([faults(self.reads, rank) for rank in ranks] if faults else None)
+        ticket = self.ranks.read([faults(self.reads, rank) for rank in range(self.ranks.machine.ranks)])
         self.loading[ticket] = pair
 
     def _index(self, pair: Pair) -> int:
@@ -105,10 +118,10 @@ class World:
 
 def run(
     trace: Trace, policy: Policy, residents: list[Pair], slots: int, machine: Machine, seed: int,
-    faults: Faults | None = None,
+    faults: Faults = rig.none, check: bool = False,
 ) -> Outcome:  # fmt: skip
-    """Serves the trace. Routing of a step happens before what was read meanwhile is published; reads of a step begin
-    when it is over; what has landed when the next step ends is routable in the one after."""
+    """Serves the trace. A step routes by what was published when it began; its reads begin when it is over; what has
+    landed by the end of a step is routable in the next. With `check` the invariants hold after every step, or raise."""
     ranks = Ranks(machine, trace.shape.layers * trace.shape.experts, np.random.default_rng([seed, 7]))
     world = World(trace, policy, residents, slots, ranks)
     now_s = credit = 0.0
@@ -127,6 +140,8 @@ def run(
             reads = max(0, min(int(credit), int(max(worth, 1.0)) - len(world.loading)))
             before = world.reads
             world.move(reads, faults)
+            if check:
+                world.check()
             credit -= world.reads - before
         policy.request_done()
     return Outcome(np.concatenate(missed), ranks.bytes_read, world.reads, world.failed, _switches(trace))
