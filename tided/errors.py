@@ -105,7 +105,7 @@ class ContextOverflowError(RequestError):
 class QueueFullError(RequestError):
     def __init__(self, waiting: int) -> None:
         super().__init__(
-            f"{waiting} requests are waiting already; try again in a moment",
+            f"the queue is full: {waiting} requests have not begun; try again in a moment",
             status=429,
             kind="rate_limit_error",
             code="queue_full",

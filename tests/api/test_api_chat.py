@@ -232,6 +232,26 @@ async def test_an_engine_that_never_confirms_a_cancel_does_not_hold_the_answer(s
     assert engine.cancels == [engine.request.request_id]
 
 
+async def test_what_follows_a_call_block_is_not_computed(server, engine):
+    engine.play = lambda answer: answer.start().say("</think>" + CALLS).say("and").say("more")
+    for stream in (False, True):
+        before = len(engine.cancels)
+        if stream:
+            reply = gather(data(await server.stream(said("hi", tools=TOOLS))))
+            assert [call["name"] for call in reply["tool_calls"]] == ["f", "g"]
+        else:
+            _, whole = await server.ask(said("hi", tools=TOOLS))
+            assert [call["function"]["name"] for call in whole["choices"][0]["message"]["tool_calls"]] == ["f", "g"]
+        assert engine.cancels[before:] == [engine.request.request_id]
+
+
+async def test_an_end_token_right_behind_a_call_block_is_waited_for(server, engine):
+    engine.script("</think>", CALLS)
+    _, reply = await server.ask(said("hi", tools=TOOLS))
+    assert reply["choices"][0]["finish_reason"] == "tool_calls"
+    assert engine.cancels == []
+
+
 async def test_length(server, engine):
     engine.script("thinking about", reason="length")
     _, reply = await server.ask(said("hi", max_tokens=5))
@@ -323,6 +343,31 @@ async def test_keep_alive_comments_while_nothing_else_is_sent(server, engine):
     assert sent[0] == ": ok\n\n"
     assert sent[1] == sent[2] == ": keep-alive\n\n"
     assert gather(data(sent))["content"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("fields", "piece"),
+    [({"include_reasoning": False}, "thought "), ({"tools": TOOLS}, "\n")],
+    ids=["hidden reasoning", "held back"],
+)
+async def test_keep_alive_comments_while_the_engine_works_and_nothing_is_shown(server, engine, fields, piece):
+    """Tokens come all the time, more often than a comment is due."""
+    async with server.post(said("hi", stream=True, **fields)) as response:
+        await until(lambda: bool(engine.answers))
+        answer = engine.answers[0].start()
+        if "tools" in fields:
+            answer.say("</think>text")
+        comments = 0
+        async with asyncio.timeout(10):
+            while comments < 3:
+                answer.say(piece)
+                try:
+                    async with asyncio.timeout(0.05):
+                        comments += (await response.content.readline()).startswith(b": keep-alive")
+                except TimeoutError:
+                    pass
+        answer.finish()
+        assert b"[DONE]" in await response.read()
 
 
 async def test_text_is_streamed_when_it_is_there(server, engine):

@@ -183,6 +183,37 @@ async def test_one_line_a_request(server, engine, caplog):
     assert line.endswith(f"{engine.request.request_id} prompt {prompt} answer {answer} tokens stop")
 
 
+@pytest.mark.parametrize(
+    ("play", "stream", "ending"),
+    [
+        (lambda answer: answer.start().say("a").fail("rank 1 is silent"), True, "failed error engine_error"),
+        (lambda answer: answer.start().say("a").fail("rank 1 is silent"), False, "failed"),
+        (lambda answer: answer.start().say("a").finish("cancelled"), True, "cancelled error engine_unavailable"),
+        (lambda answer: answer.start().say("a").finish("length"), True, "length"),
+        (lambda answer: answer.start().say("</think>a").finish(), True, "stop"),
+        (lambda answer: setattr(answer.start(), "over", True), True, "failed error engine_error"),
+    ],
+    ids=["failed", "failed whole", "cancelled", "length", "stop", "dropped"],
+)
+async def test_the_log_says_how_an_answer_ended(server, engine, caplog, play, stream, ending):
+    engine.play = play
+    with caplog.at_level(logging.INFO, "tided.api"):
+        async with server.post(said("hi", stream=stream)) as response:
+            await response.read()
+    [line] = [record.getMessage() for record in caplog.records if record.name == "tided.api"]
+    assert line.endswith(f" tokens {ending}")
+
+
+async def test_the_log_says_that_a_client_left(server, engine, caplog):
+    with caplog.at_level(logging.INFO, "tided.api"):
+        _, writer = await connect(server, said("hi", stream=True))
+        await until(lambda: bool(engine.answers))
+        writer.transport.abort()
+        await until(lambda: any(record.name == "tided.api" for record in caplog.records))
+    assert caplog.messages[-1].endswith("tokens not finished client gone")
+    assert " 499 " in caplog.messages[-1]
+
+
 BASE = json.dumps(
     said(
         "hi",

@@ -1,6 +1,8 @@
 """One running answer: the engine's events in, pieces of the answer out."""
 
 import asyncio
+import math
+import time
 from typing import Any, Literal
 
 from tided.api.errors import engine_failed, unavailable
@@ -47,16 +49,20 @@ class AnswerReader:
 
 
 class Generation:
-    """Submits on creation. `close` in any case: an answer that is left before its end is cancelled, once."""
+    """Submits on creation. `close` in any case: an answer that is left before its end is cancelled, once.
 
-    def __init__(self, engine: Engine, prepared: Prepared, tokenizer: Tokenizer) -> None:
+    `patience_s`: how long a complete answer waits for the engine's figures. `ending`: what the log says of it.
+    """
+
+    def __init__(self, engine: Engine, prepared: Prepared, tokenizer: Tokenizer, patience_s: float) -> None:
         self.prepared = prepared
         self.reader = AnswerReader(prepared, tokenizer)
         self.started = self.over = False
+        self.ending = "not finished"
         self.stats: dict[str, Any] = {}
         self._engine_tokens: int | None = None
         self._engine = engine
-        self._cancelled = False
+        self._patience_s, self._cancelled_s = patience_s, math.inf
         self._events = engine.submit(prepared.request)
 
     async def next(self, timeout_s: float) -> list[Delta] | None:
@@ -65,8 +71,10 @@ class Generation:
             async with asyncio.timeout(timeout_s):
                 event = await anext(self._events)
         except TimeoutError:
-            return self._end_without_figures() if self._cancelled else None
+            waited_s = time.monotonic() - self._cancelled_s
+            return self._end_without_figures() if waited_s >= self._patience_s else None
         except StopAsyncIteration:
+            self.ending = "failed"
             raise engine_failed("The engine gave this request up.") from None
         return self._read(event)
 
@@ -86,29 +94,35 @@ class Generation:
             case Finished():
                 return self._finish(event)
             case Failed(message=message):
-                self.over = True
+                self.over, self.ending = True, "failed"
                 raise engine_failed(f"The engine failed: {message}")
 
     def _finish(self, event: Finished) -> list[Delta]:
         self.over, self.stats = True, event.stats
         if event.reason == "cancelled" and not self.reader.parser.done:
+            self.ending = "cancelled"
             raise unavailable("The server is shutting down; the answer is not complete.")
         if event.reason != "cancelled":
             self._engine_tokens = event.completion_tokens
-        return self.reader.finish("length" if event.reason == "length" else "stop")
+        return self._complete("length" if event.reason == "length" else "stop")
 
     def _end_without_figures(self) -> list[Delta]:
         """The answer is complete; only the engine's figures of it are missing, and they have had their time."""
         self.over = True
-        return self.reader.finish("stop")
+        return self._complete("stop")
+
+    def _complete(self, reason: Literal["stop", "length"]) -> list[Delta]:
+        deltas = self.reader.finish(reason)
+        self.ending = self.reader.parser.finish_reason
+        return deltas
 
     def close(self) -> None:
         if not self.over:
             self._cancel()
 
     def _cancel(self) -> None:
-        if not self._cancelled:
-            self._cancelled = True
+        if self._cancelled_s == math.inf:
+            self._cancelled_s = time.monotonic()
             self._engine.cancel(self.prepared.request.request_id)
 
     # The answer's figures

@@ -96,5 +96,5 @@ def _log(request: web.Request, note: Note, status: int, seconds: float) -> None:
         usage = generation.usage()
         line += f" {generation.prepared.request.request_id}"
         line += f" prompt {usage['prompt_tokens']} answer {usage['completion_tokens']} tokens"
-        line += f" {generation.reader.parser.finish_reason if generation.over else 'not finished'}"
+        line += f" {generation.ending}"
     log.info("%s", " ".join(filter(None, (line, note.outcome, note.key))))

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from tided.api.admission import Place
 from tided.api.body import decompressed, read_body
-from tided.api.context import CONTEXT, NOTE, Context
+from tided.api.context import CONTEXT, NOTE, Context, Note
 from tided.api.errors import TooLargeError, as_request_error, error_body
 from tided.api.generation import Generation
 from tided.api.json_text import to_json
@@ -21,7 +21,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     with context.admission.place(request.content_length) as place:
         prepared = await _prepare(request, context, place)
-        generation = Generation(context.engine, prepared, context.tokenizer)
+        generation = Generation(context.engine, prepared, context.tokenizer, context.limits.keepalive_s)
     request[NOTE].generation = generation
     wire = ChatWire(generation, context.settings.model.served_name, context.fingerprint)
     try:
@@ -69,26 +69,31 @@ async def _whole(context: Context, generation: Generation, wire: ChatWire) -> we
 
 async def _stream(request: web.Request, context: Context, generation: Generation, wire: ChatWire) -> web.StreamResponse:
     stream = EventStream(request, context.limits.stall_s)
+    note = request[NOTE]
     try:
         await stream.open()
-        await _send_answer(stream, context.limits.keepalive_s, generation, wire)
+        await _send_answer(stream, context.limits.keepalive_s, generation, wire, note)
         return await stream.close()
     except (ReaderStalledError, TimeoutError, ConnectionError):
-        request[NOTE].outcome = "reader gone"
+        note.outcome = "reader gone"
         return stream.abort()
 
 
-async def _send_answer(stream: EventStream, keepalive_s: float, generation: Generation, wire: ChatWire) -> None:
+async def _send_answer(
+    stream: EventStream, keepalive_s: float, generation: Generation, wire: ChatWire, note: Note
+) -> None:
     """The status is sent: from here on a fault is an event of the stream."""
     try:
         while not generation.over:
-            deltas = await generation.next(keepalive_s)
-            if deltas is None:
+            deltas = await generation.next(max(keepalive_s - stream.silent_s, 0))
+            await stream.send([*(wire.begin() if generation.started else ()), *wire.chunks(deltas or ())])
+            # Also while the engine works: what it draws may be hidden, or held back until it is clear what it is.
+            if stream.silent_s >= keepalive_s:
                 await stream.comment("keep-alive")
-                continue
-            await stream.send([*(wire.begin() if generation.started else ()), *wire.chunks(deltas)])
         await stream.send(wire.end(), DONE)
     except (ReaderStalledError, ConnectionError):
         raise
     except Exception as error:
-        await stream.send([error_body(as_request_error(error))], DONE)
+        shown = as_request_error(error)
+        note.outcome = f"error {shown.code or shown.status}"
+        await stream.send([error_body(shown)], DONE)

@@ -1,6 +1,7 @@
 """Server-sent events over one response: every batch is one write, and a reader that stalls is given up."""
 
 import asyncio
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,10 +29,16 @@ class EventStream:
     def __init__(self, request: web.Request, stall_s: float) -> None:
         self._request, self._stall_s = request, stall_s
         self._response = web.StreamResponse(headers=_HEADERS)
+        self._last_write_s = time.monotonic()
 
     async def open(self) -> None:
         await self._response.prepare(self._request)
         await self.comment("ok")
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything was written."""
+        return time.monotonic() - self._last_write_s
 
     async def comment(self, text: str) -> None:
         await self._write(f": {text}\n\n")
@@ -58,3 +65,4 @@ class EventStream:
                 await self._response.write(text.encode())
         except TimeoutError:
             raise ReaderStalledError from None
+        self._last_write_s = time.monotonic()
