@@ -32,22 +32,44 @@ def grouped_experts(
     expert; weights [T, k] fp32 -> [T, D] fp32: this rank's part of the sum over k, added in the order of k.
 
     Raises ValueError for a pick without a slot."""
+    if int(picks.min()) < 0:
+        raise ValueError("a chosen expert has no slot")
+    outputs = x.new_empty(*picks.shape, record.hidden)
+    pick_outputs(outputs, x, slots, record, picks, weights, limit, numerics)
+    return sum_of_picks(outputs)
+
+
+def pick_outputs(
+    outputs: Tensor,
+    x: Tensor,
+    slots: Tensor,
+    record: ExpertRecord,
+    picks: Tensor,
+    weights: Tensor,
+    limit: float,
+    numerics: Numerics,
+) -> None:
+    """Writes the weighted output of every pick that has a slot into its place of outputs [T, k, D] and leaves the
+    others as they are (picks -1). Experts may so be computed in several calls, as their records arrive: all rows of an
+    expert in one call, and the bits are those of one call for all."""
     count, top_k = picks.shape
     rows_of: dict[int, list[int]] = {}
     for i, slot in enumerate(picks.flatten().tolist()):
-        rows_of.setdefault(slot, []).append(i)
-    if min(rows_of) < 0:
-        raise ValueError("a chosen expert has no slot")
-    outputs = x.new_empty(count * top_k, record.hidden)
-    flat_weights = weights.reshape(-1, 1)
+        if slot >= 0:
+            rows_of.setdefault(slot, []).append(i)
+    flat, flat_weights = outputs.view(count * top_k, -1), weights.reshape(-1, 1)
     for slot, places in rows_of.items():
         where = torch.tensor(places, device=x.device)
-        outputs[where] = _expert(
+        flat[where] = _expert(
             x[where // top_k], flat_weights[where], *decode(slots[slot], record), limit, numerics, count <= ROWS
         )
-    total = outputs.view(count, top_k, -1)[:, 0].clone()
-    for k in range(1, top_k):
-        total += outputs.view(count, top_k, -1)[:, k]
+
+
+def sum_of_picks(outputs: Tensor) -> Tensor:
+    """outputs [T, k, D] -> [T, D], added in the order of k: the order in which they were computed leaves no trace."""
+    total = outputs[:, 0].clone()
+    for k in range(1, outputs.shape[1]):
+        total += outputs[:, k]
     return total
 
 

@@ -1,6 +1,6 @@
 """The router: fp32 scores, the experts a token wants, and the experts it gets from the routable set."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ class Routing:
     """For T tokens and top-k experts. `wanted` ignores residency and is what demand is made of.
 
     ids [T, k] int64 chosen among the routable; weights [T, k] fp32, normalised, times the route scale;
-    wanted [T, k] int64; wanted_scores [T, k] unbiased; wanted_weights [T, k] normalised to sum 1; missed [T, k] bool.
+    wanted [T, k] int64; wanted_scores [T, k] unbiased; wanted_weights [T, k] normalised to sum 1; missed [T, k] bool;
+    score [T, E] unbiased, what all of it was made from.
     """
 
     ids: Tensor
@@ -25,6 +26,7 @@ class Routing:
     wanted_scores: Tensor
     wanted_weights: Tensor
     missed: Tensor
+    score: Tensor
 
 
 def scores(x: Tensor, gate: Tensor) -> Tensor:
@@ -43,12 +45,25 @@ def route(score: Tensor, bias: Tensor, routable: Tensor, top_k: int, scale: floa
     wanted_weights = by_row(_normalised, wanted_scores)
     here = routable[wanted]
     if bool(here.all()):
-        return Routing(wanted, wanted_weights * scale, wanted, wanted_scores, wanted_weights, ~here)
+        return Routing(wanted, wanted_weights * scale, wanted, wanted_scores, wanted_weights, ~here, score)
     if int(routable.sum()) < top_k:
         raise ValueError(f"{int(routable.sum())} routable experts, the router needs {top_k}")
-    ids = biased.masked_fill(~routable, -torch.inf).topk(top_k, -1).indices
-    weights = by_row(_normalised, score.gather(1, ids)) * scale
-    return Routing(ids, weights, wanted, wanted_scores, wanted_weights, ~here)
+    ids, weights = _chosen(score, biased, routable, top_k, scale)
+    return Routing(ids, weights, wanted, wanted_scores, wanted_weights, ~here, score)
+
+
+def reroute(routing: Routing, bias: Tensor, allowed: Tensor, scale: float) -> Routing:
+    """The same wish, chosen anew where allowed [T, E] says by row which experts may be used: at least the routable. A
+    row that may use all it wants gets the bits of a layer whose experts are all routable."""
+    top_k = routing.wanted.shape[1]
+    ids, weights = _chosen(routing.score, routing.score + bias, allowed, top_k, scale)
+    return replace(routing, ids=ids, weights=weights)
+
+
+def _chosen(score: Tensor, biased: Tensor, allowed: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """allowed [E] or [T, E] -> ids, weights [T, k]."""
+    ids = biased.masked_fill(~allowed, -torch.inf).topk(top_k, -1).indices
+    return ids, by_row(_normalised, score.gather(1, ids)) * scale
 
 
 def _normalised(chosen: Tensor) -> Tensor:

@@ -79,12 +79,21 @@ class Tide(Section, frozen=True):
     replan_decode_tokens: Annotated[
         int, _doc("policy", "Generated tokens between plans; 0: off.", ge=0, built=False)
     ] = 0
-    hot_ring_slots: Annotated[
-        int, _doc("numbers", "Slots for hot reads, on top of the residents.", ge=0, built=False)
-    ] = 0
+    hot_ring_slots: Annotated[int, _doc("numbers", "Slots for hot reads, on top of the residents.", ge=0)] = 0
+    light_weight: Annotated[
+        float,
+        _doc("numbers", "Routing weight below which a missing expert is substituted and never read.", ge=0, le=1),
+    ] = 0.02
     fidelity: Annotated[
-        Literal["fast", "balanced", "exact"], _doc("policy", "Default fidelity of an answer.", built=False)
+        Literal["fast", "balanced", "exact"], _doc("policy", "Fidelity of a request that does not say.")
     ] = "fast"
+    sync_slots: Annotated[
+        int, _doc("numbers", "Slots for experts that balanced and exact requests wait for; 0: neither.", ge=0)
+    ] = 8
+    sync_weight: Annotated[
+        float, _doc("numbers", "Routing weight from which a balanced request waits for an expert.", ge=0, le=1)
+    ] = 0.2
+    sync_reads: Annotated[int, _doc("numbers", "Most experts that balanced requests wait for in a step.", ge=0)] = 16
 
 
 class Cache(Section, frozen=True):

@@ -10,7 +10,21 @@ from tests.control.conftest import make_settings
 from tided.control import wire
 from tided.control.keys import load_keys
 from tided.control.lockstep import Follower, Leader
-from tided.control.messages import Admission, Decode, Digest, Hello, Prefill, Ready, Step, Stop, Swap, Welcome
+from tided.control.messages import (
+    Admission,
+    Change,
+    Decode,
+    Digest,
+    Hello,
+    Landed,
+    Load,
+    Prefill,
+    Ready,
+    Step,
+    Stop,
+    Swap,
+    Welcome,
+)
 from tided.engine.types import Request, Sampling
 from tided.errors import GuardError, PairError, PermissionError_, UnavailableError
 
@@ -169,6 +183,31 @@ def test_an_unexpected_message_ends_the_pair(keys):
             leader.compare(1, "a")
 
 
+def test_what_followers_have_read_is_heard_whenever_they_say_it(keys):
+    with joined(3, keys) as (leader, (one, other)):
+        assert (leader.followers, leader.landed()) == (2, [])
+        one.landed([1, 2])
+        one.report(1, "a")
+        other.landed([2])
+        other.report(1, "a")
+        leader.compare(1, "a")  # digests and reads come in any order
+        assert sorted(leader.landed()) == [1, 2, 2]
+        assert leader.landed() == []
+        other.landed([1])
+        heard, deadline_s = [], time.monotonic() + 10
+        while not heard and time.monotonic() < deadline_s:
+            heard = leader.landed()
+        assert heard == [1]
+
+
+def test_a_rank_tells_of_its_own_reads_only(keys):
+    with joined(3, keys) as (leader, (one, _)):
+        one._send(Landed(2, [1]))
+        assert leader._socket.poll(10_000)
+        with pytest.raises(PairError, match="rank 1 sent an unexpected Landed"):
+            leader.landed()
+
+
 def test_an_oversized_message_is_never_decoded(keys):
     settings = make_settings(start_timeout_s=1.0)
     with closing(Leader(settings, keys)) as leader, closing(Follower(settings, 1, keys)) as follower:
@@ -192,7 +231,14 @@ def request(tokens):
 def test_steps_arrive_whole_and_in_order(keys):
     steps = [
         Step(1, 0, admit=[Admission(0, request(20))], work=Prefill(0, 0, 20)),
-        Step(2, 1, release=[1], swaps=[Swap((0, 1), (0, 2))], work=Decode([0]), digest_due=True),
+        Step(
+            2,
+            1,
+            release=[1],
+            change=Change([3], [Swap((0, 1), (0, 2))], [(0, 1)], [Load(4, (0, 5))]),
+            work=Decode([0]),
+            digest_due=True,
+        ),
         Step(3, 1),
     ]
     with joined(3, keys) as (leader, followers):

@@ -2,9 +2,11 @@
 
 import hashlib
 import queue
+import time
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 import torch
 
 from tided.control.messages import Decode, Prefill, Step, Stop
@@ -77,16 +79,67 @@ class FakeModel:
 
 
 class FakeResidents:
-    def __init__(self, tables: RoutingTables, pairs: list[tuple[int, int]]) -> None:
-        self.tables, self.pairs = tables, list(pairs)
-        self.fail = self.broken = False
-        self.checked = 0
+    """Books without bytes. A read lands at once, or when the test lets it (`holds`)."""
+
+    def __init__(self, tables: RoutingTables, pairs: list[tuple[int, int]], ring_slots: int = 0) -> None:
+        self.tables, self.pairs, self.ring_slots = tables, list(pairs), ring_slots
+        self.ring: list[tuple[int, int]] = []
+        self.fail = self.broken = self.holds = False
+        self.checked, self.mask_hash, self.reads = 0, 0, {}
+        self.under_way: dict[int, tuple] = {}
+        self.told: set[int] = set()
         for slot, (layer, expert) in enumerate(pairs):
             tables.publish(layer, expert, slot)
 
-    def apply(self, swaps):
-        if self.fail:
+    @property
+    def count(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def least_and_most(self) -> tuple[int, int]:
+        each = [sum(pair[0] == layer for pair in self.pairs) for layer in range(LAYERS)]
+        return min(each), max(each)
+
+    @property
+    def reading(self) -> int:
+        return len(self.under_way)
+
+    def read(self, number, pair, out) -> None:
+        assert pair not in self.pairs
+        assert pair not in self.ring
+        self.under_way[number] = (pair, out)
+
+    def landed(self) -> list[int]:
+        if self.fail and self.under_way:
             raise OSError("record unreadable")
+        new = [number for number in self.under_way if number not in self.told and not self.holds]
+        self.told |= set(new)
+        return new
+
+    def publish(self, numbers) -> None:
+        for number in numbers:
+            assert number in self.told, "published before it was read here"
+            pair, out = self.under_way.pop(number)
+            if out is None:
+                self.ring.append(pair)
+            else:
+                self.pairs[self.pairs.index(out)] = pair
+                self.tables.withdraw(*out)
+            self.tables.publish(*pair, 0)
+        assert len(self.ring) <= self.ring_slots
+
+    def promote(self, swaps) -> None:
+        for out, in_ in swaps:
+            self.pairs[self.pairs.index(out)] = in_
+            self.ring[self.ring.index(in_)] = out
+
+    def withdraw(self, pairs) -> None:
+        for pair in pairs:
+            self.ring.remove(pair)
+            self.tables.withdraw(*pair)
+
+    def change(self, swaps) -> None:
+        """A change that no step told of."""
         for out, in_ in swaps:
             self.pairs[self.pairs.index(out)] = in_
             self.tables.withdraw(*out)
@@ -100,13 +153,19 @@ class FakeResidents:
     def digest(self) -> str:
         return hashlib.sha256(self.tables.routable.numpy().tobytes()).hexdigest()
 
+    def state(self) -> str:
+        return f"{self.digest()} {self.ring} {self.under_way}"
+
 
 class Wire:
     """Both ends of a link: steps cross it as msgpack, as they do between processes."""
 
+    followers = 1
+
     def __init__(self) -> None:
         self.steps: queue.Queue[bytes] = queue.Queue(64)
         self.digests: queue.Queue[tuple[int, str]] = queue.Queue(64)
+        self.tickets: queue.Queue[list[int]] = queue.Queue(64)
         self.sent: list[Step] = []
         self.compared = 0
 
@@ -119,6 +178,16 @@ class Wire:
             return msgspec.msgpack.decode(self.steps.get(timeout=timeout_s), type=Step | Stop)
         except queue.Empty:
             return None
+
+    def landed(self, tickets: list[int] | None = None) -> list[int]:
+        """A follower's word, or what rank 0 hears."""
+        if tickets is not None:
+            self.tickets.put(tickets, timeout=5)
+            return []
+        heard = []
+        while not self.tickets.empty():
+            heard += self.tickets.get_nowait()
+        return heard
 
     def report(self, seq: int, digest: str) -> None:
         self.digests.put((seq, digest), timeout=5)
@@ -135,12 +204,17 @@ class Wire:
 class Alone:
     """The link of one rank: keeps what was sent."""
 
+    followers = 0
+
     def __init__(self) -> None:
         self.sent: list[Step] = []
         self.stopped = ""
 
     def send(self, step: Step) -> None:
         self.sent.append(msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step))
+
+    def landed(self) -> list[int]:
+        return []
 
     def compare(self, seq: int, digest: str) -> None:
         assert digest
@@ -151,6 +225,11 @@ class Alone:
 
 class FakePilot:
     """Gives out the plans it was made with, and remembers what it was told."""
+
+    floor = TOP_K
+
+    def scores(self):
+        return np.ones((LAYERS, EXPERTS))
 
     def __init__(self, prompt=(), idle=()) -> None:
         self.prompt, self.idle = list(prompt), list(idle)
@@ -181,19 +260,19 @@ LIMITS = Limits(
 SWAPS = [((0, 0), (0, 7)), ((1, 1), (1, 6)), ((2, 2), (2, 5))]
 
 
-def executor() -> Executor:
+def executor(ring_slots: int = 0) -> Executor:
     tables = RoutingTables(LAYERS, EXPERTS, torch.device("cpu"))
     tap = DemandTap(LIMITS.lanes, LAYERS, EXPERTS, torch.device("cpu"))
-    return Executor(FakeModel(tables, tap), FakeResidents(tables, PAIRS), tap)
+    return Executor(FakeModel(tables, tap), FakeResidents(tables, PAIRS, ring_slots), tap)
 
 
 class Bench:
     """A leader turned by hand, with all it said."""
 
-    def __init__(self, link=None, pilot=None, limits: Limits = LIMITS) -> None:
+    def __init__(self, link=None, pilot=None, limits: Limits = LIMITS, ring_slots: int = 0) -> None:
         self.link, self.events, self.faults = link or Alone(), [], []
         self.engine = LeaderEngine(
-            executor(), Scheduler(limits), self.link, self.events.extend, self.faults.append, pilot
+            executor(ring_slots), Scheduler(limits), self.link, self.events.extend, self.faults.append, pilot
         )
 
     @property
@@ -215,8 +294,10 @@ class Bench:
             self.engine.turn()
 
     def finish(self) -> None:
-        for _ in range(2000):
-            if not self.engine.turn():
+        """Until nothing is to be done, and nothing is being read."""
+        deadline_s = time.monotonic() + 30
+        while time.monotonic() < deadline_s:
+            if not self.engine.turn() and not self.engine.motion.reading:
                 return
         raise AssertionError("the engine does not come to rest")
 
@@ -234,8 +315,8 @@ class Bench:
         return [{Prefill: "p", Decode: "d"}[type(step.work)] for step in self.link.sent if step.work]
 
 
-def follower(link: Wire, faults: list) -> FollowerEngine:
-    return FollowerEngine(executor(), link, faults.append)
+def follower(link: Wire, faults: list, ring_slots: int = 0) -> FollowerEngine:
+    return FollowerEngine(executor(ring_slots), link, faults.append)
 
 
 def tokens_of(events, request_id: str) -> list[int]:

@@ -1,6 +1,7 @@
 """The golden checkpoint behind the real engine: one rank, or two as threads of this process."""
 
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -80,7 +81,8 @@ class Served:
         for request in requests:
             self.engine.submit(request)
         self.engine.take_in()
-        while self.engine.turn():
+        deadline_s = time.monotonic() + 120
+        while (self.engine.turn() or self.engine.motion.reading) and time.monotonic() < deadline_s:
             pass
         self.engine.close("done")
         self.engine.run()

@@ -77,13 +77,12 @@ def replace_tide(model, tide):
 
 def test_the_resident_set_follows_the_traffic_on_both_ranks_alike(tmp_path):
     requests = [ask("a"), ask("b", begin=50), ask("c", begin=20)]
-    one, two = adaptive(1, tmp_path / "1", requests), adaptive(2, tmp_path / "2", requests)
-    assert two.faults == []
-    assert [one.tokens(name) for name in "abc"] == [two.tokens(name) for name in "abc"]
+    two = adaptive(2, tmp_path, requests)
+    assert (two.faults, two.link.compared > 3) == ([], True)
     assert two.engine.residency.generation >= 2
-    sets = [rank.residents.pairs for rank in (*one.ranks, *two.ranks)]
-    assert sets[0] == sets[1] == sets[2] == two.pilot.residents
-    assert two.stats("c")["swaps"] > 0
+    assert two.ranks[0].residents.pairs == two.ranks[1].residents.pairs == two.pilot.residents
+    assert two.ranks[0].residents.state() == two.ranks[1].residents.state()
+    assert sum(two.stats(name)["swaps"] for name in "abc") > 0
     for rank in two.ranks:
         rank.residents.check_integrity()
 

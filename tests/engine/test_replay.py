@@ -29,6 +29,7 @@ def test_recorded_steps_replay_to_the_same_tokens():
         lane_of |= {admission.lane: admission.request.request_id for admission in step.admit}
         for lane, token in replayed.execute(step).tokens:
             tokens[lane_of[lane]].append(token)
+        replayed.residents.landed()
     assert tokens == {name: tokens_of(bench.events, name) for name in "abcd"}
     assert replayed.residents.pairs == bench.engine.executor.residents.pairs
     assert replayed.lanes == {}
@@ -74,7 +75,7 @@ def assert_stopped(bench: Bench) -> None:
 
 
 def test_another_mask_is_noticed():
-    assert_stopped(diverging(lambda rank: rank.residents.apply([((0, 0), (0, 7))])))
+    assert_stopped(diverging(lambda rank: rank.residents.change([((0, 0), (0, 7))])))
 
 
 def test_the_digest_covers_mask_demand_and_tokens_each_alone():
@@ -87,7 +88,7 @@ def test_the_digest_covers_mask_demand_and_tokens_each_alone():
         rank._history.update(b"another token")
 
     def mask(rank):
-        rank.residents.apply([((0, 0), (0, 7))])
+        rank.residents.change([((0, 0), (0, 7))])
 
     def wanted(rank):
         rank.tap.counts[1, 2, 3] += 1

@@ -1,9 +1,9 @@
 """The next step follows from state alone."""
 
 import pytest
-from engine_fakes import LIMITS, SWAPS, request
+from engine_fakes import LIMITS, request
 
-from tided.control.messages import Decode, Prefill, Swap
+from tided.control.messages import Change, Decode, Load, Prefill, Step
 from tided.engine.scheduler import Limits, Scheduler
 from tided.errors import QueueFullError
 
@@ -103,31 +103,13 @@ def test_a_cancelled_running_request_leaves_with_the_next_step():
     assert s.next_step() is None
 
 
-def swaps(*pairs) -> list[Swap]:
-    return [Swap(out, in_) for out, in_ in pairs]
-
-
-def test_a_plan_is_carried_in_portions():
-    s = scheduler()
-    s.take_plan(swaps(*SWAPS))
-    assert [(step.swaps, step.plan_version) for step in (s.next_step(), s.next_step())] == [
-        (swaps(*SWAPS[:2]), 1),
-        (swaps(*SWAPS[2:]), 2),
-    ]
-    assert s.next_step() is None
-
-
-def test_a_newer_plan_replaces_what_is_left_and_an_empty_one_does_not():
-    s = scheduler()
-    s.take_plan(swaps(*SWAPS))
-    s.next_step()
-    s.take_plan([])
-    assert s.next_step().swaps == swaps(*SWAPS[2:])
-    s.take_plan(swaps(*SWAPS))
-    s.next_step()
-    s.take_plan(swaps(((0, 7), (0, 0))))
-    assert s.next_step().swaps == swaps(((0, 7), (0, 0)))
-    assert s.next_step() is None
+def test_a_change_of_the_routable_set_is_a_step_of_its_own_or_goes_with_work():
+    s, change = scheduler(), Change(load=[Load(1, (0, 7), (0, 0))])
+    assert s.next_step(change) == Step(1, 0, change=change)
+    s.submit(request("a", prompt=2))
+    step = s.next_step(Change(publish=[1]), moves_residents=True)
+    assert (step.plan_version, step.change.publish, step.work) == (1, [1], Prefill(0, 0, 2))
+    assert s.next_step().plan_version == 1
 
 
 def test_digests_are_due_by_the_step_number():

@@ -5,6 +5,7 @@ import threading
 import pytest
 from engine_fakes import LIMITS, SWAPS, Bench, FakePilot, request
 
+from tided.engine.core import LANDING_WAIT_S
 from tided.engine.scheduler import Limits
 from tided.engine.types import Failed, Finished, Tokens
 from tided.errors import ContextOverflowError, PairError
@@ -141,18 +142,56 @@ def test_one_too_many_fails_alone():
 # The moments of the tide
 
 
-def test_the_prompts_plan_is_published_before_its_second_token():
+def test_a_prompts_plan_is_read_beside_the_answer_and_published_when_it_is_there():
     pilot = FakePilot(prompt=SWAPS)
     bench = Bench(pilot=pilot)
     bench.submit(request("a", prompt=9, max_tokens=6))
     bench.finish()
-    with_swaps = [step.seq for step in bench.link.sent if step.swaps]
     assert pilot.published == SWAPS
-    assert with_swaps == [3, 4]  # after chunks 1 and 2; two swaps a step
-    assert [step.plan_version for step in bench.link.sent] == [0, 0, 1, 2, 2, 2, 2, 2]
+    changes = [(step.seq, len(step.change.load), step.change.publish) for step in bench.link.sent if step.change]
+    assert changes == [(3, 2, []), (4, 1, [1, 2]), (5, 0, [3])]  # after chunks 1 and 2; two swaps are read at once
+    assert [step.plan_version for step in bench.link.sent] == [0, 0, 0, 1, 2, 2, 2, 2]
     assert set(bench.engine.executor.residents.pairs) >= {in_ for _, in_ in SWAPS}
-    assert bench.end("a").stats["swaps"] == 3
-    assert bench.end("a").stats["residency"]["generation"] == 2
+    stats = bench.end("a").stats
+    assert (stats["swaps"], stats["residency"]["generation"]) == (3, 2)
+    assert stats["decode_adaptation"] == {
+        "passes": [{"output_tokens": 2, "swaps": 3, "planned": 3, "reason": "prompt"}]
+    }
+
+
+def test_no_step_waits_for_a_read():
+    bench = Bench(pilot=FakePilot(prompt=SWAPS))
+    bench.engine.executor.residents.holds = True
+    bench.submit(request("a", prompt=9, max_tokens=20))
+    bench.turn(30)
+    assert bench.end("a").completion_tokens == 20
+    assert bench.engine.residency.generation == 0
+    bench.engine.executor.residents.holds = False
+    bench.finish()
+    assert bench.engine.residency.generation == 2
+
+
+def test_an_idle_engine_sleeps_between_looks_at_its_reads_and_publishes_them():
+    bench = Bench(pilot=FakePilot(prompt=SWAPS))
+    residents, waits = bench.engine.executor.residents, []
+    residents.holds = True
+    bench.submit(request("a", max_tokens=1))
+    bench.turn(3)
+    take_in = bench.engine.take_in
+
+    def look(wait_s=0.0):
+        waits.append(wait_s)
+        if len(waits) == 5:
+            residents.holds = False
+        if bench.engine.residency.generation == 2 and not bench.engine.motion.reading:
+            bench.engine.close("done")
+        take_in(wait_s)
+
+    bench.engine.take_in = look
+    run(bench)
+    assert 4 <= waits.count(LANDING_WAIT_S) <= 8
+    assert bench.faults == []
+    assert bench.engine.residency.generation == 2
 
 
 def test_demand_is_told_once_by_phase():
@@ -173,7 +212,8 @@ def test_the_tide_plans_once_when_the_engine_comes_to_rest():
     bench.finish()
     bench.turn(3)
     assert pilot.told.count(("idle", 0)) == 1
-    assert [len(step.swaps) for step in bench.link.sent] == [0, 0, 2, 1]
+    assert [len(step.change.load) for step in bench.link.sent] == [0, 0, 2, 1, 0]
+    assert [len(step.change.publish) for step in bench.link.sent] == [0, 0, 0, 2, 1]
     assert bench.engine.residency.generation == 2
 
 
@@ -215,7 +255,8 @@ def test_a_swap_that_cannot_be_read_ends_the_engine():
     bench.submit(request("a"))
     run(bench)
     assert "record unreadable" in bench.faults[0].what
-    assert len(bench.tokens("a")) == 1  # nothing after the failed swap
+    assert len(bench.tokens("a")) == 2  # that of the step which began the read; nothing after it failed
+    assert bench.engine.residency.generation == 0
 
 
 def test_a_history_that_cannot_be_written_loses_no_request():
@@ -296,7 +337,9 @@ def test_statistics_tell_prefill_from_decode():
     assert experts["miss_picks"] == stats["expert_misses"] + stats["prefill_expert_misses"] > 0
     assert stats["substituted_weight_share"] == pytest.approx(experts["miss_picks"] / 150, abs=1e-6)
     assert (experts["resident"], experts["total"], experts["resident_pct"]) == (15, 24, 62.5)
-    assert stats["residency"]["mask_hash"] == bench.engine.executor.residents.digest()
+    assert stats["residency"] == {
+        "generation": 0, "residents": 15, "mask_hash": "0" * 16, "per_layer_min": 5, "per_layer_max": 5,
+    }  # fmt: skip
 
 
 def test_an_aborted_request_reports_its_own_numbers():

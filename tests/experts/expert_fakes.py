@@ -1,6 +1,7 @@
 """Experts for tests: the golden checkpoint's, and a source whose records tell whose they are."""
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -56,10 +57,39 @@ def record_of(layer: int, expert: int) -> bytes:
 
 
 def fake_residents(
-    layers: int, experts: int, top_k: int, resident: int, spare: int, source: FakeSource, read_threads: int = 1
+    layers: int,
+    experts: int,
+    top_k: int,
+    resident: int,
+    spare: int,
+    source: FakeSource,
+    read_threads: int = 1,
+    ring: int = 0,
 ) -> Residents:
-    arena, io = Arena(RECORD, resident, spare, CPU), IoScheduler(source, Depths(read_threads, 1))
+    arena, io = Arena(RECORD, resident, spare, CPU, ring), IoScheduler(source, Depths(read_threads, 1))
     return Residents(arena, RoutingTables(layers, experts, CPU), io, layers, experts, top_k)
+
+
+def begin(residents: Residents, swaps, first_number: int = 1) -> list[int]:
+    """Begins to read newcomers; `None` as the outgoing pair: into the ring."""
+    numbers = [first_number + i for i in range(len(swaps))]
+    for number, (out, in_) in zip(numbers, swaps, strict=True):
+        residents.read(number, in_, out)
+    return numbers
+
+
+def wait(residents: Residents, numbers) -> None:
+    missing, deadline_s = set(numbers), time.monotonic() + 30
+    while missing and time.monotonic() < deadline_s:
+        missing -= set(residents.landed())
+        time.sleep(0.0005)
+    assert not missing
+
+
+def apply(residents: Residents, swaps) -> None:
+    numbers = begin(residents, swaps)
+    wait(residents, numbers)
+    residents.publish(numbers)
 
 
 def quiet(done: int, total: int) -> None:

@@ -1,7 +1,6 @@
 """The resident set: what is routable is what was read, all of a plan or nothing of it."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -13,6 +12,8 @@ from expert_fakes import (
     RECORD,
     TOP_K,
     FakeSource,
+    apply,
+    begin,
     bytes_of,
     expert_names,
     fake_residents,
@@ -21,6 +22,7 @@ from expert_fakes import (
     golden_record,
     quiet,
     record_of,
+    wait,
 )
 
 import tided.experts.residents as residents_module
@@ -72,7 +74,7 @@ def test_a_checkpoints_experts_lie_in_their_slots_on_both_ranks():
         io = IoScheduler(source, Depths(2, 1))
         residents = Residents(Arena(record, 40, 2, CPU), tables, io, LAYERS, EXPERTS, TOP_K)
         residents.fill(pairs, quiet)
-        residents.apply([((9, 0), (9, 7)), ((0, 3), (5, 4))])
+        apply(residents, [((9, 0), (9, 7)), ((0, 3), (5, 4))])
         residents.check_integrity()
         for pair in residents.pairs:
             expected = bytearray(record.slot_bytes)
@@ -84,7 +86,7 @@ def test_a_checkpoints_experts_lie_in_their_slots_on_both_ranks():
 
 def test_promoted_experts_contribute_and_removed_ones_do_not():
     residents = filled()
-    residents.apply(SWAPS)
+    apply(residents, SWAPS)
     for out, in_ in SWAPS:
         assert bytes_of(residents, in_) == record_of(*in_)
         assert bool(residents.tables.routable[in_])
@@ -99,26 +101,22 @@ def test_tables_are_changed_in_place_so_captured_graphs_see_the_new_set():
     residents = filled()
     tables, data = residents.tables, residents.arena.data
     addresses = (tables.slot_of.data_ptr(), tables.routable.data_ptr(), data.data_ptr())
-    residents.apply(SWAPS)
+    apply(residents, SWAPS)
     assert (tables.slot_of.data_ptr(), tables.routable.data_ptr(), residents.arena.data.data_ptr()) == addresses
 
 
 def test_a_landing_newcomer_never_overwrites_a_slot_that_is_still_routable():
     """Every read of a plan goes to a slot that no resident has: until publication the old set can be computed with."""
-    holds = threading.Event()
     source = FakeSource()
     residents = filled(source=source)
-    before, reads, deadline = state(residents), source.reads, time.monotonic() + 30
-    source.holds = holds
-    applying = threading.Thread(target=residents.apply, args=(SWAPS,))
-    applying.start()
-    try:
-        while source.reads == reads and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert state(residents) == before
-    finally:
-        holds.set()
-        applying.join(30)
+    before, source.holds = state(residents), threading.Event()
+    numbers = begin(residents, SWAPS)
+    assert residents.landed() == []
+    assert state(residents) == before
+    source.holds.set()
+    wait(residents, numbers)
+    assert state(residents) == before  # landed, and not told of yet: nothing of it can be seen
+    residents.publish(numbers)
     assert state(residents) != before
 
 
@@ -130,10 +128,10 @@ def test_a_failed_read_of_a_plan_publishes_nothing_and_ends_the_rank(k, read_thr
     before = state(residents)
     source.fails_at = source.reads + k
     with pytest.raises(DataError, match="Input/output error"):
-        residents.apply(SWAPS)
+        apply(residents, SWAPS)
     assert state(residents) == before
     residents.arena.check()
-    for use in (lambda: residents.apply(SWAPS), residents.digest, residents.check_integrity):
+    for use in (lambda: apply(residents, SWAPS), residents.digest, residents.check_integrity):
         with pytest.raises(PairError, match="unusable"):
             use()
 
@@ -147,43 +145,51 @@ def test_a_failed_boot_read_publishes_nothing():
 
 
 def test_a_disk_that_never_answers_is_an_error_not_a_hang(monkeypatch):
-    monkeypatch.setattr(residents_module, "READ_TIMEOUT_S", 0.05)
-    holds = threading.Event()
+    monkeypatch.setattr(residents_module, "HUNG_S", 0.05)
     source = FakeSource()
     residents = filled(source=source)
-    before = state(residents)
-    source.holds = holds
+    before, source.holds = state(residents), threading.Event()
+    try:
+        numbers = begin(residents, SWAPS[:1])
+        with pytest.raises(PairError, match=r"read of \(0, 5\) hangs"):
+            wait(residents, numbers)
+        assert state(residents) == before
+    finally:
+        source.holds.set()
+
+
+def test_a_first_set_from_a_disk_that_never_answers_is_an_error(monkeypatch):
+    monkeypatch.setattr(residents_module, "READ_TIMEOUT_S", 0.05)
+    holds = threading.Event()
+    residents = fake_residents(3, 8, 2, 12, 1, FakeSource(holds=holds))
     try:
         with pytest.raises(PairError, match="was not read within"):
-            residents.apply(SWAPS)
-        assert state(residents) == before
+            residents.fill(first(3, 4), quiet)
     finally:
         holds.set()
 
 
 WRONG_PLANS = {
     "removes an absent expert": ([((0, 5), (0, 6))], "not resident"),
-    "loads a resident expert": ([((0, 0), (0, 1))], "is resident"),
+    "loads a resident expert": ([((0, 0), (0, 1))], "is here"),
     "removes one twice": ([((0, 0), (0, 5)), ((0, 0), (0, 6))], "twice"),
-    "loads one twice": ([((0, 0), (0, 5)), ((0, 1), (0, 5))], "twice"),
-    "goes in a circle": ([((0, 0), (0, 5)), ((0, 5), (0, 0))], "not resident"),
+    "loads one twice": ([((0, 0), (0, 5)), ((0, 1), (0, 5))], "being read already"),
+    "goes in a circle": ([((0, 0), (0, 5)), ((0, 5), (0, 0))], "is here"),
     "unknown layer": ([((0, 0), (3, 0))], "no expert"),
     "unknown expert": ([((0, 0), (0, 8))], "no expert"),
     "negative": ([((0, 0), (-1, 5))], "no expert"),
     "breaks the floor": ([((0, e), (1, 4 + e)) for e in range(3)], "layer 0 would keep 1"),
-    "more than can land": ([((0, e), (0, 4 + e)) for e in range(4)] + [((1, 0), (1, 4))], "free slots"),
+    "more than can land": ([((0, e), (0, 4 + e)) for e in range(4)] + [((1, 0), (1, 4))], "more than 4 swaps"),
 }
 
 
 @pytest.mark.parametrize(("swaps", "message"), WRONG_PLANS.values(), ids=WRONG_PLANS.keys())
-def test_a_wrong_plan_is_refused_whole_before_anything_is_read(swaps, message):
-    source = FakeSource()
-    residents = filled(source=source)
-    before, reads = state(residents), source.reads
+def test_a_wrong_plan_is_refused_and_nothing_of_it_is_routable(swaps, message):
+    residents = filled()
+    before = state(residents)
     with pytest.raises(PairError, match=message):
-        residents.apply([((2, 0), (2, 7)), *swaps] if len(swaps) < 4 else swaps)
+        apply(residents, [((2, 0), (2, 7)), *swaps] if len(swaps) < 4 else swaps)
     assert state(residents) == before
-    assert source.reads == reads
     residents.check_integrity()
 
 
@@ -213,18 +219,18 @@ def test_filling_twice_is_refused():
 def test_the_digest_names_the_ids_not_how_many_a_layer_has():
     one, other = filled(), filled()
     assert one.digest() == other.digest()
-    one.apply([((0, 0), (0, 5))])
-    other.apply([((0, 1), (0, 5))])
+    apply(one, [((0, 0), (0, 5))])
+    apply(other, [((0, 1), (0, 5))])
     assert one.digest() != other.digest()
     assert one.mask_hash != other.mask_hash
 
 
 def test_the_same_set_has_the_same_digest_whatever_way_led_to_it():
     one, other = filled(), filled()
-    one.apply([((0, 0), (0, 5)), ((1, 0), (1, 5))])
-    other.apply([((1, 0), (0, 5))])
-    other.apply([((0, 0), (1, 6))])
-    other.apply([((1, 6), (1, 5))])
+    apply(one, [((0, 0), (0, 5)), ((1, 0), (1, 5))])
+    apply(other, [((1, 0), (0, 5))])
+    apply(other, [((0, 0), (1, 6))])
+    apply(other, [((1, 6), (1, 5))])
     assert one.pairs == other.pairs
     assert (one.digest(), one.mask_hash) == (other.digest(), other.mask_hash)
     assert one.mask_hash == mask_hash(reversed(one.pairs), 8)
@@ -325,7 +331,7 @@ def test_records_reach_the_memory_of_the_gpu():
     tables = RoutingTables(3, 8, device)
     residents = Residents(Arena(RECORD, 12, 4, device), tables, IoScheduler(FakeSource(), Depths(3, 1)), 3, 8, 2)
     residents.fill(first(3, 4), quiet)
-    residents.apply(SWAPS)
+    apply(residents, SWAPS)
     residents.check_integrity()
     for layer, expert in residents.pairs:
         slot = residents.arena.data[int(tables.slot_of[layer, expert])].cpu().numpy()

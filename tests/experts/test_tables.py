@@ -27,7 +27,39 @@ def test_picks_scores_and_misses_are_kept_by_lane():
     assert tap.counts[0, 1].tolist() == [0, 0, 1, 1]
     assert tap.mass[0, 1].tolist() == [0, 0, 8, 4]
     assert not tap.counts[:, 0].any()
-    torch.testing.assert_close(tap.totals, torch.tensor([[2, 0, 1, 0], [4, 1, 2, 0.6]], dtype=torch.float64))
+    expected = torch.tensor([[2, 0, 1, 0, 0, 0, 0, 0], [4, 1, 2, 0.6, 0, 0, 0, 0]], dtype=torch.float64)
+    torch.testing.assert_close(tap.totals, expected)
+
+
+def test_what_becomes_of_a_missed_pick_is_counted():
+    tap = DemandTap(1, 1, 4, CPU, light=0.2)
+    lanes, wanted, weights = torch.tensor([0]), torch.tensor([[0, 1, 2]]), torch.tensor([[0.7, 0.2, 0.1]])
+    missed, read = torch.tensor([[True, True, True]]), torch.tensor([[True, False, False]])
+    tap.record(0, lanes, wanted, weights, weights, missed, read)
+    torch.testing.assert_close(tap.totals[0], torch.tensor([3, 3, 1, 1, 1, 1, 0.7, 0.1], dtype=torch.float64))
+
+
+def test_the_weights_wanted_in_a_step_are_those_of_all_lanes_without_the_light_ones():
+    tap = DemandTap(2, 2, 4, CPU, light=0.3)
+    tap.begin_step()
+    record(tap)
+    expected = torch.zeros(2, 4)
+    expected[1] = torch.tensor([0.6, 0, 0.5, 0.75 + 0.5 + 0.4])
+    torch.testing.assert_close(tap.wanted_weights(), expected)
+    tap.begin_step()
+    assert not tap.wanted_weights().any()
+    assert tap.counts.sum() == 6
+
+
+def test_layers_with_other_rows_are_added_with_theirs():
+    """Bounded replay: layers behind see the last rows of a chunk only."""
+    tap = DemandTap(2, 2, 4, CPU)
+    record(tap)
+    tap.record(
+        0, torch.tensor([1]), torch.tensor([[2, 1]]), torch.ones(1, 2), torch.full((1, 2), 0.5), torch.ones(1, 2) > 2
+    )
+    assert tap.counts[1].sum(1).tolist() == [2, 4]
+    assert len(tap.wishes) == 2
 
 
 def test_taking_a_lane_empties_it_alone_and_gives_copies():

@@ -1,6 +1,7 @@
 """The body of POST /v1/chat/completions, checked and resolved."""
 
 import secrets
+from typing import cast, get_args
 
 import msgspec
 
@@ -9,7 +10,7 @@ from tided.api.messages import has_image, parse_messages, parse_tools
 from tided.api.thinking import resolve_thinking
 from tided.api.unbuilt import refuse_unbuilt
 from tided.chat.messages import Conversation, Message
-from tided.engine.types import Sampling
+from tided.engine.types import Fidelity, Sampling
 
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_IDS = 16, 256, 64
 DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 1.0, 0.95
@@ -30,9 +31,11 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     usage_everywhere: bool
     show_reasoning: bool
     show_stats: bool
+    fidelity: Fidelity
 
 
-def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool) -> ChatRequest:
+def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fidelity: Fidelity) -> ChatRequest:
+    """`thinking`, `fidelity`: of a request that does not say."""
     body.string("model")
     refuse_unbuilt(body)
     options = body.fields("stream_options")
@@ -50,6 +53,7 @@ def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool) -> 
         show_reasoning=body.boolean("include_reasoning") is not False
         and body.fields("reasoning").boolean("exclude") is not True,
         show_stats=body.boolean("x_engine_stats") is not False,
+        fidelity=_fidelity(body, fidelity),
     )
 
 
@@ -95,6 +99,15 @@ def _sampling(body: Fields, vocabulary_tokens: int) -> Sampling:
         min_p=body.number("min_p", 0.0, 0, 1),
         seed=secrets.randbits(63) if seed is None else seed,
     )
+
+
+def _fidelity(body: Fields, default: Fidelity) -> Fidelity:
+    given = body.string("fidelity")
+    if given is None:
+        return default
+    if given not in get_args(Fidelity):
+        body.wrong("fidelity", "fast, balanced or exact")
+    return cast(Fidelity, given)
 
 
 def _max_tokens(body: Fields) -> int | None:

@@ -34,8 +34,8 @@ def prepare(
     the steps and ends the work by raising."""
     value = parse_object(body)
     alive()
-    thinking = settings.server.thinking
-    chat = parse_chat_request(Fields(value), tokenizer.vocabulary_tokens, thinking)
+    thinking, fidelity = settings.server.thinking, settings.tide.fidelity
+    chat = parse_chat_request(Fields(value), tokenizer.vocabulary_tokens, thinking, fidelity)
     prompt = encode_prompt(chat.conversation)
     prompt_ids = fitting_ids(tokenizer, prompt, context_tokens, chat.max_tokens or 1, alive)
     request = Request(
@@ -44,6 +44,7 @@ def prepare(
         sampling=chat.sampling,
         max_tokens=fitting_max_tokens(chat.max_tokens, len(prompt_ids), context_tokens, chat.conversation),
         stop_ids=chat.stop_ids if chat.ignore_eos else (tokenizer.special_id(EOS), *chat.stop_ids),
+        fidelity=chat.fidelity,
     )
     kept = msgspec.structs.replace(chat, conversation=msgspec.structs.replace(chat.conversation, messages=()))
     return Prepared(kept, msgspec.structs.replace(prompt, segments=()), request)

@@ -5,6 +5,7 @@
              -------- Welcome -------->                session, residents; or Refused, and both end
     ready    <------- Ready -----------  ready         digest of what was really loaded
     send     -------- Step ----------->  receive       seq rises by one; nothing is skipped or repeated
+    landed   <------- Landed ----------  landed        reads of experts that ended, whenever they do
     compare  <------- Digest ----------  report        every `guard_every_steps` steps
     stop     -------- Stop ----------->  receive
 
@@ -24,7 +25,7 @@ from zmq.utils.monitor import parse_monitor_message
 from tided import guard
 from tided.control import wire
 from tided.control.keys import Keys
-from tided.control.messages import ControlMessage, Digest, Hello, Ready, Refused, Step, Stop, Welcome
+from tided.control.messages import ControlMessage, Digest, Hello, Landed, Ready, Refused, Step, Stop, Welcome
 from tided.errors import GuardError, PairError, PermissionError_, UnavailableError
 from tided.settings import Settings
 
@@ -36,12 +37,17 @@ Reply = TypeVar("Reply", Ready, Digest)
 class Solo:
     """The leader of one rank: nobody to ask, nobody to tell."""
 
+    followers = 0
+
     def gather(self, facts: Mapping[str, str], residents: Sequence[Pair]) -> str:
         return secrets.token_hex(8)
 
     def ready(self, residents_digest: str) -> None: ...
 
     def send(self, step: Step) -> None: ...
+
+    def landed(self) -> list[int]:
+        return []
 
     def compare(self, seq: int, digest: str) -> None: ...
 
@@ -56,6 +62,7 @@ class Leader:
     def __init__(self, settings: Settings, keys: Keys) -> None:
         self._settings = settings
         self._rank_of: dict[bytes, int] = {}  # connection -> rank, of those that were let in
+        self._landed: list[int] = []
         self._seq = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zap = ThreadAuthenticator(self._context)
@@ -69,6 +76,10 @@ class Leader:
             self._end_context()
             raise
         self._socket.sndtimeo = int(settings.parallel.peer_timeout_s * 1000)
+
+    @property
+    def followers(self) -> int:
+        return self._settings.parallel.ranks - 1
 
     def gather(self, facts: Mapping[str, str], residents: Sequence[Pair]) -> str:
         """Waits for every rank, compares its facts, lets all in together. Returns the session.
@@ -118,6 +129,27 @@ class Leader:
         self._seq = step.seq
         self._send_all(step)
 
+    def landed(self) -> list[int]:
+        """Tickets of reads that ended on other ranks since the last call, one mention a rank. Never waits."""
+        while self._socket.poll(0):
+            connection, message = self._receive()
+            if (rank := self._rank_of.get(connection)) is None:
+                self._refuse_late(connection, message)
+            elif not self._keep_landed(rank, message):
+                raise PairError(f"rank {rank} sent an unexpected {type(message).__name__}")
+        landed, self._landed = self._landed, []
+        return landed
+
+    def _keep_landed(self, rank: int, message: ControlMessage) -> bool:
+        """Whether the message is about reads of the rank that sent it."""
+        if not isinstance(message, Landed) or message.rank != rank:
+            return False
+        self._landed += message.tickets
+        return True
+
+    def _refuse_late(self, connection: bytes, message: ControlMessage) -> None:
+        self._refuse(connection, [("session", "closed to new ranks", type(message).__name__)])
+
     def compare(self, seq: int, digest: str) -> None:
         """Waits for the other ranks' digests of step `seq`. Raises PairError for a difference or a silence (C3)."""
         for connection, reply in self._replies(Digest, self._settings.parallel.step_timeout_s):
@@ -154,7 +186,9 @@ class Leader:
                 raise PairError(f"{missing} sent no {kind.__name__} within {timeout_s:g} s")
             connection, message = self._receive()
             if (rank := self._rank_of.get(connection)) is None:
-                self._refuse(connection, [("session", "closed to new ranks", type(message).__name__)])
+                self._refuse_late(connection, message)
+                continue
+            if self._keep_landed(rank, message):
                 continue
             if not isinstance(message, kind) or message.rank != rank or rank in heard:
                 raise PairError(f"rank {rank} sent an unexpected {type(message).__name__}")
@@ -264,6 +298,10 @@ class Follower:
         elif not (message is None or isinstance(message, Stop)):
             raise self._unexpected(message)
         return message
+
+    def landed(self, tickets: Sequence[int]) -> None:
+        """Tells rank 0 that these reads have ended here."""
+        self._send(Landed(self._rank, list(tickets)))
 
     def report(self, seq: int, digest: str) -> None:
         self._send(Digest(self._rank, seq, digest))

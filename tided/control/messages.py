@@ -65,16 +65,46 @@ class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     in_: tuple[int, int]
 
 
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Begin to read `pair` now, beside the work. `out`: the resident whose place it takes once it is published; None:
+    it joins the hot ring. `ticket` names the read from here on."""
+
+    ticket: int
+    pair: tuple[int, int]
+    out: tuple[int, int] | None = None
+
+
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What happens to the routable set before a step's work, in this order (C2). `publish`: reads that every rank has;
+    `promote`: a resident and an entry of the ring exchange roles; `withdraw`: entries of the ring that leave."""
+
+    publish: list[int] = []
+    promote: list[Swap] = []
+    withdraw: list[tuple[int, int]] = []
+    load: list[Load] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.publish or self.promote or self.withdraw or self.load)
+
+
 class Step(Message, frozen=True):
-    """One step of the engine: releases, admissions, swaps, then the work, in this order. `seq` rises by one."""
+    """One step of the engine: releases, admissions, the change of the routable set, then the work. `seq` rises by one;
+    `plan_version` counts the steps that changed who is resident."""
 
     seq: int
     plan_version: int
     release: list[int] = []
     admit: list[Admission] = []
-    swaps: list[Swap] = []
+    change: Change = Change()
     work: Prefill | Decode | None = None
     digest_due: bool = False
+
+
+class Landed(Message, frozen=True):
+    """These reads have ended well on this rank; rank 0 may publish them once every rank says so."""
+
+    rank: int
+    tickets: list[int]
 
 
 class Digest(Message, frozen=True):
@@ -107,4 +137,4 @@ class Fault(Message, frozen=True):
     message: str
 
 
-ControlMessage = Hello | Welcome | Refused | Ready | Step | Digest | Stop | Heartbeat | Fault
+ControlMessage = Hello | Welcome | Refused | Ready | Step | Landed | Digest | Stop | Heartbeat | Fault

@@ -21,6 +21,7 @@ from tided.engine.scheduler import Limits
 from tided.errors import ConfigError
 from tided.experts.arena import Arena, Pair
 from tided.experts.bank import ExpertBank
+from tided.experts.fetch import SyncRules, UrgentReads
 from tided.experts.io import IoScheduler
 from tided.experts.pack import PackSource
 from tided.experts.probe import Curve, choose, measure
@@ -81,17 +82,20 @@ def build_rank(opened: OpenedModel, group: Group, pairs: Sequence[Pair], progres
     device = torch.device(settings.engine.device)
     torch.set_num_threads(settings.engine.threads)
     tables = RoutingTables(shape.moe_layers, shape.experts_per_layer, device)
-    tap = DemandTap(settings.engine.lanes, shape.moe_layers, shape.experts_per_layer, device)
-    arena = Arena(opened.record, settings.experts.resident, settings.experts.spare_slots, device)
-    bank = ExpertBank(opened.record, arena.data, tables, tap)
+    lanes, tide = settings.engine.lanes, settings.tide
+    tap = DemandTap(lanes, shape.moe_layers, shape.experts_per_layer, device, tide.light_weight)
+    experts = settings.experts
+    arena = Arena(opened.record, experts.resident, experts.spare_slots, device, tide.hot_ring_slots, tide.sync_slots)
     reads = ExpertReads.open(opened, group.rank)
+    urgent = UrgentReads(arena, tables, reads.io, SyncRules(tide.sync_weight, tide.sync_reads), lanes)
+    bank = ExpertBank(opened.record, arena.data, tables, tap, urgent)
     residents = Residents(arena, tables, reads.io, shape.moe_layers, shape.experts_per_layer, shape.top_k)
     progress("dense weights", 0, 1)
     model = opened.family.load(opened.checkpoint, settings, group, bank, device)
     progress("dense weights", 1, 1)
     residents.fill(pairs, lambda done, total: progress("experts", done, total))
     reads.io.set_mode("serve")
-    return Rank(opened, model, bank, residents, reads, Executor(model, residents, tap))
+    return Rank(opened, model, bank, residents, reads, Executor(model, residents, tap, urgent))
 
 
 @dataclass(frozen=True)
@@ -175,4 +179,5 @@ def scheduler_limits(settings: Settings) -> Limits:
         chunk_tokens=settings.model.prefill_chunk_tokens,
         swaps=settings.experts.spare_slots,
         guard_every_steps=settings.engine.guard_every_steps,
+        can_wait=settings.tide.sync_slots > 0,
     )

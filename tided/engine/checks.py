@@ -19,6 +19,11 @@ def check_request(request: Request, limits: Limits, vocab_size: int) -> None:
         raise ContextOverflowError(limits.context_tokens, prompt_tokens, request.max_tokens)
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
         raise RequestError(f"the prompt holds a token id outside of 0 to {vocab_size - 1}", param="messages")
+    if request.fidelity != "fast" and not limits.can_wait:
+        raise RequestError(
+            f"fidelity {request.fidelity} is off here: the profile has no slots for it (tide.sync_slots = 0)",
+            param="fidelity",
+        )
     check_sampling(request.sampling)
 
 

@@ -20,6 +20,7 @@ from tided.errors import PairError, RequestError, TideError
 
 log = logging.getLogger("tided.engine")
 
+LANDING_WAIT_S = 0.01  # the same while reads of experts are under way
 IDLE_WAIT_S = 1.0  # longest sleep on an inbox or a link before the stop flag is looked at
 OnFault = Callable[[TideError], None]
 
@@ -76,13 +77,22 @@ class FollowerEngine(Engine):
     def _loop(self) -> None:
         checked = 0
         while not self._stopping.is_set():
-            message = self._link.receive(IDLE_WAIT_S)
+            residents = self.executor.residents
+            message = self._link.receive(LANDING_WAIT_S if residents.reading else IDLE_WAIT_S)
             if isinstance(message, Stop):
                 return
             if isinstance(message, Step):
                 outcome = self._execute(message)
                 if message.digest_due:
                     self._link.report(message.seq, outcome.digest)
+                self._tell_landed()
+            elif residents.reading:
+                self._tell_landed()
             elif checked != self.seq:  # the pair rests: verify the books once
-                self.executor.residents.check_integrity()
+                residents.check_integrity()
                 checked = self.seq
+
+    def _tell_landed(self) -> None:
+        landed = self.executor.residents.landed()
+        if landed:
+            self._link.landed(landed)

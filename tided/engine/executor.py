@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tided.control.messages import Admission, Decode, Prefill, Step
+from tided.control.messages import Admission, Change, Decode, Prefill, Step
 from tided.engine.ports import Residents
 from tided.engine.sampling import sample
 from tided.engine.types import Request
 from tided.errors import PairError
+from tided.experts.fetch import UrgentReads
 from tided.experts.tables import DemandTap
 from tided.models.base import LaneState, Model
 
@@ -37,17 +38,21 @@ class Outcome:
 
 
 class Executor:
-    def __init__(self, model: Model, residents: Residents, tap: DemandTap) -> None:
-        self.model, self.residents, self.tap = model, residents, tap
+    """`urgent` None: no request may wait for an expert."""
+
+    def __init__(self, model: Model, residents: Residents, tap: DemandTap, urgent: UrgentReads | None = None) -> None:
+        self.model, self.residents, self.tap, self.urgent = model, residents, tap, urgent
         self.lanes: dict[int, Lane] = {}
         self.seq = 0
         self.plan_version = 0
         self._device = tap.counts.device
+        self._swaps_read: dict[int, bool] = {}  # reads under way: whether they are swaps
         self._history = hashlib.blake2b(digest_size=16)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> Outcome:
-        """Releases, admissions, swaps, then the work. Raises PairError for a step that cannot follow the last one."""
+        """Releases, admissions, the change of the routable set, then the work. Raises PairError for a step that cannot
+        follow the last one."""
         if step.seq != self.seq + 1:
             raise PairError(f"step {step.seq} came after step {self.seq}: a message was lost")
         for lane in step.release:
@@ -55,12 +60,14 @@ class Executor:
             self.tap.take(lane)
         for admission in step.admit:
             self._admit(admission)
-        self._swap(step)
+        self._change(step)
         outcome = Outcome()
+        self.tap.begin_step()
         if isinstance(step.work, Prefill):
             self._prefill(step.work, outcome)
         elif isinstance(step.work, Decode):
             self._decode(step.work, outcome)
+        self.tap.add_up()
         self._history.update(f"{step.seq} {outcome.tokens};".encode())
         if step.digest_due:
             outcome.digest = self._digest()
@@ -72,18 +79,36 @@ class Executor:
             raise PairError(f"lane {admission.lane} was given away twice")
         self.lanes[admission.lane] = Lane(admission.request, self.model.open_lane(admission.lane))
 
-    def _swap(self, step: Step) -> None:
-        if step.swaps:
-            self.residents.apply([(swap.out, swap.in_) for swap in step.swaps])
-            self.plan_version += 1
+    def _change(self, step: Step) -> None:
+        """Reads are begun last: into slots that the rest of the change has freed."""
+        change, generation = step.change, self.plan_version
+        if change:
+            generation += self._publish(change)
+            for load in change.load:
+                self.residents.read(load.ticket, load.pair, load.out)
+                self._swaps_read[load.ticket] = load.out is not None
+        self.plan_version = generation
         if self.plan_version != step.plan_version:
             raise PairError(f"plan {self.plan_version} is in place where step {step.seq} expects {step.plan_version}")
+
+    def _publish(self, change: Change) -> bool:
+        """Whether it changed who is resident."""
+        self.residents.publish(change.publish)
+        self.residents.promote([(swap.out, swap.in_) for swap in change.promote])
+        self.residents.withdraw(change.withdraw)
+        swapped = [self._swaps_read.pop(ticket) for ticket in change.publish]
+        return bool(change.promote) or any(swapped)
+
+    def _begin(self, lanes: list[int]) -> None:
+        if self.urgent is not None:
+            self.urgent.begin_step(lanes)
 
     def _prefill(self, work: Prefill, outcome: Outcome) -> None:
         lane = self.lanes[work.lane]
         prompt = lane.request.prompt_ids
         if lane.state.position != work.start:
             raise PairError(f"lane {work.lane} stands at {lane.state.position}, its chunk begins at {work.start}")
+        self._begin([work.lane])
         end = work.start + work.count
         ids = torch.tensor(prompt[work.start : end], dtype=torch.int64, device=self._device)
         logits = self.model.prefill(lane.state, ids, "last" if end == len(prompt) else "none")
@@ -93,6 +118,7 @@ class Executor:
 
     def _decode(self, work: Decode, outcome: Outcome) -> None:
         lanes = [self.lanes[index] for index in work.lanes]
+        self._begin(work.lanes)
         ids = torch.tensor([lane.token for lane in lanes], dtype=torch.int64, device=self._device)
         self._draw(work.lanes, self.model.decode([lane.state for lane in lanes], ids), outcome)
 
@@ -105,10 +131,13 @@ class Executor:
         outcome.tokens = list(zip(indices, tokens, strict=True))
 
     def _digest(self) -> str:
-        """Every token so far, the routable set as the tables hold it, and what the router chose in the open requests.
-        Only integers are compared: their sums do not depend on the order a device adds them in."""
+        """Every token so far, the routable set and its slots as the tables hold them, reads under way, what was read
+        before use, and what the router chose in the open requests. Only integers are compared: their sums do not depend
+        on the order a device adds them in."""
         now = self._history.copy()
-        now.update(self.residents.digest().encode())
+        now.update(self.residents.state().encode())
+        if self.urgent is not None:
+            now.update(self.urgent.state().encode())
         now.update(self.tap.counts.to(torch.int32).cpu().numpy().tobytes())
-        now.update(self.tap.totals[:, :2].to(torch.int64).cpu().numpy().tobytes())
+        now.update(self.tap.totals[:, [0, 1, 4, 5]].to(torch.int64).cpu().numpy().tobytes())
         return now.hexdigest()

@@ -8,16 +8,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tided.control.messages import Step, Stop
 from tided.engine.checks import check_request
-from tided.engine.core import IDLE_WAIT_S, Engine, OnFault
+from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S, Engine, OnFault
 from tided.engine.executor import Executor
 from tided.engine.ledger import Ledger
+from tided.engine.motion import Motion, Moved
 from tided.engine.ports import LeaderLink, Pilot
 from tided.engine.scheduler import Scheduler
 from tided.engine.stats import Residency
 from tided.engine.types import Event, Request
 from tided.errors import PairError, TideError
+from tided.tide.demand import RouterShape
+from tided.tide.hot import HotReads
 
 Sink = Callable[[Sequence[Event]], None]
 
@@ -47,12 +52,14 @@ class LeaderEngine(Engine):
     ) -> None:
         super().__init__(executor, on_fault, threads)
         self.expert_reads: Mapping[str, Any] = expert_reads or {}  # where experts come from, for who asks
-        self.scheduler, self.ledger = scheduler, Ledger(executor, scheduler, pilot)
-        self._link, self._sink = link, sink
         limits = scheduler.limits
+        self.motion = Motion(hot_reads(executor, pilot), 1 + link.followers, limits.swaps)
+        self.scheduler, self.ledger = scheduler, Ledger(executor, scheduler, self.motion, pilot)
+        self._link, self._sink = link, sink
         # An open request has one submission and one cancellation at most on their way.
         places = 4 * (limits.lanes + limits.queue) + 16
         self._inbox: queue.Queue[Submission | Cancellation | Stop] = queue.Queue(places)
+        self._moved = Moved()  # by the step in hand
         self._rested = True  # no work since the pair came to rest
         self._stop: Stop | None = None
 
@@ -78,7 +85,8 @@ class LeaderEngine(Engine):
 
     def turn(self) -> bool:
         """Decides and executes one step; False when there was nothing to do."""
-        step = self.scheduler.next_step() or self._rest()
+        self._collect_landed()
+        step = self._next_step() or self._rest()
         if step is not None:
             self.ledger.begin(step)
             self._emit()
@@ -87,10 +95,20 @@ class LeaderEngine(Engine):
             outcome = self._execute(step)
             if step.digest_due:
                 self._link.compare(step.seq, outcome.digest)
-            self.ledger.account(step, outcome, self.last_step_s - began_s, self.last_step_s)
+            self.ledger.account(step, outcome, self._moved, self.last_step_s - began_s, self.last_step_s)
             self._rested = self._rested and step.work is None
         self._emit()
         return step is not None
+
+    def _next_step(self) -> Step | None:
+        change, self._moved = self.motion.change()
+        return self.scheduler.next_step(change, bool(self._moved.swaps))
+
+    def _collect_landed(self) -> None:
+        """Reads that ended here, and elsewhere. One that failed ends the engine: no rank goes on without the others."""
+        if self.motion.reading:
+            self.motion.landed(self.executor.residents.landed())
+            self.motion.landed(self._link.landed())
 
     def take_in(self, wait_s: float = 0.0) -> None:
         """All that waits in the inbox; when it is empty, the next that comes within `wait_s`."""
@@ -104,7 +122,7 @@ class LeaderEngine(Engine):
     def _loop(self) -> None:
         busy = False
         while self._stop is None:
-            self.take_in(0.0 if busy else IDLE_WAIT_S)
+            self.take_in(0.0 if busy else LANDING_WAIT_S if self.motion.reading else IDLE_WAIT_S)
             busy = self.turn()
         for request_id in self.ledger.open_ids:
             self.ledger.cancel(request_id)
@@ -120,7 +138,7 @@ class LeaderEngine(Engine):
             raise PairError(f"lanes {sorted(self.executor.lanes)} are held while no request runs")
         self.executor.residents.check_integrity()
         self.ledger.idle()
-        return self.scheduler.next_step()
+        return self._next_step()
 
     def _receive(self, command: Submission | Cancellation | Stop) -> None:
         if isinstance(command, Submission):
@@ -144,3 +162,11 @@ class LeaderEngine(Engine):
         self.ledger.fail(waiting, fault.what)
         self._emit()
         super()._end(fault)
+
+
+def hot_reads(executor: Executor, pilot: Pilot | None) -> HotReads:
+    """The policy of what is read while serving, for the residents and the ring that this rank has."""
+    shape, residents = executor.model.shape, executor.residents
+    router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
+    base = pilot.scores() if pilot else np.ones((router.layers, router.experts))
+    return HotReads(router, residents.pairs, residents.ring_slots, pilot.floor if pilot else router.top_k, base)

@@ -10,13 +10,16 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
-from tided.control.messages import Prefill, Step, Swap
+from tided.control.messages import Prefill, Step
 from tided.engine.executor import Demand, Executor, Outcome
+from tided.engine.motion import Motion, Moved
 from tided.engine.ports import PairSwap, Pilot
 from tided.engine.scheduler import Running, Scheduler
-from tided.engine.stats import Picks, RequestStats, Residency, log_line
+from tided.engine.stats import Picks, Reads, RequestStats, Residency, log_line
 from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
 from tided.errors import PairError, RequestError
+from tided.experts.fetch import Waits
+from tided.experts.io import Priority
 
 log = logging.getLogger("tided.engine")
 
@@ -27,11 +30,12 @@ Reason = Literal["stop", "length", "cancelled"]
 class Ledger:
     """`events` wait to be emitted; `residency` is the routable set as published."""
 
-    def __init__(self, executor: Executor, scheduler: Scheduler, pilot: Pilot | None) -> None:
+    def __init__(self, executor: Executor, scheduler: Scheduler, motion: Motion, pilot: Pilot | None) -> None:
         self.events: list[Event] = []
         self.residency = residency_of(executor)
-        self._executor, self._scheduler, self._pilot = executor, scheduler, pilot
+        self._executor, self._scheduler, self._motion, self._pilot = executor, scheduler, motion, pilot
         self._open: dict[str, RequestStats] = {}
+        self._prompt_mass: dict[int, Array] = {}  # by lane
 
     @property
     def open_ids(self) -> list[str]:
@@ -45,19 +49,23 @@ class Ledger:
         except RequestError as error:
             self.events.append(Failed(request.request_id, error.what))
         else:
-            self._open[request.request_id] = RequestStats(request, submitted_s)
+            self._open[request.request_id] = RequestStats(request, submitted_s, self._motion.has_ring)
 
     def begin(self, step: Step) -> None:
         """The step's admissions have their lanes."""
         for admission in step.admit:
             stats = self._open[admission.request.request_id]
-            stats.admitted(admission.lane, time.monotonic(), len(self._scheduler.running))
+            stats.admitted(admission.lane, time.monotonic(), len(self._scheduler.running), self._reads())
             self.events.append(Started(admission.request.request_id))
 
-    def account(self, step: Step, outcome: Outcome, seconds: float, now_s: float) -> None:
-        """The step took `seconds` and ended at `now_s`. Swaps, chunk and prompt first: a token may end its request."""
-        if step.swaps:
-            self._published([(swap.out, swap.in_) for swap in step.swaps])
+    def account(self, step: Step, outcome: Outcome, moved: Moved, seconds: float, now_s: float) -> None:
+        """The step took `seconds` and ended at `now_s`. Change, chunk and prompt first: a token may end its request."""
+        if step.change:
+            self._published(moved)
+        if step.work is not None and self._motion.has_ring:
+            rows = step.work.count if isinstance(step.work, Prefill) else len(step.work.lanes)
+            weights = self._executor.tap.wanted_weights().cpu().numpy()
+            self._motion.observe(weights, rows, may_read=bool(outcome.tokens))
         if isinstance(step.work, Prefill):
             stats = self._stats(step.work.lane)
             stats.chunk(step.work.count, seconds)
@@ -78,14 +86,17 @@ class Ledger:
 
     def idle(self) -> None:
         """Nothing is asked for: the tide may plan."""
-        self._plan(self._pilot.idle_plan() if self._pilot else ())
-
-    def _published(self, swaps: Sequence[PairSwap]) -> None:
-        self.residency = residency_of(self._executor)
         if self._pilot:
-            self._pilot.applied(swaps)
+            self._plan(self._pilot.idle_plan(), "idle")
+
+    def _published(self, moved: Moved) -> None:
+        self.residency = residency_of(self._executor)
+        if not moved.swaps:
+            return
+        if self._pilot:
+            self._pilot.applied(moved.swaps)
         for running in self._scheduler.running.values():
-            self._open[running.request.request_id].swaps += len(swaps)
+            self._open[running.request.request_id].swapped(moved.plans)
 
     def _stats(self, lane: int) -> RequestStats:
         return self._open[self._scheduler.running[lane].request.request_id]
@@ -93,10 +104,16 @@ class Ledger:
     def _prompt_done(self, stats: RequestStats, lane: int, demand: Demand) -> None:
         stats.prefill = picks(demand)
         if self._pilot:
-            self._plan(self._pilot.prompt_done(*on_host(demand), stats.prefilled_tokens, lane=lane))
+            counts, mass, totals = on_host(demand)
+            self._prompt_mass[lane] = mass
+            if self._motion.has_ring:
+                self._motion.hot.prompt_done(mass, lane)
+            self._plan(self._pilot.prompt_done(counts, mass, totals, stats.prefilled_tokens, lane=lane), "prompt")
 
-    def _plan(self, swaps: Sequence[PairSwap]) -> None:
-        self._scheduler.take_plan([Swap(out, in_) for out, in_ in swaps])
+    def _plan(self, swaps: Sequence[PairSwap], reason: str) -> None:
+        if swaps and self._pilot and self._motion.has_ring:
+            self._motion.hot.rebase(self._pilot.scores())
+        self._motion.take_plan(swaps, reason)
 
     def _token(self, lane: int, token: int, now_s: float) -> None:
         stats = self._stats(lane)
@@ -115,7 +132,7 @@ class Ledger:
         stats = self._open[request_id]
         if lane is not None:
             self._take_demand(stats, lane)
-        report = stats.report(self.residency, time.monotonic())
+        report = stats.report(self.residency, time.monotonic(), self._reads())
         log.info("%s", log_line(request_id, reason, report))
         prompt, completion = len(stats.request.prompt_ids), stats.completion_tokens
         self.events.append(Finished(request_id, reason, prompt, completion, report))
@@ -129,7 +146,31 @@ class Ledger:
         else:
             stats.decode = picks(demand)
         if self._pilot:
-            self._pilot.request_done(*on_host(demand), stats.decode_steps, lane=lane)
+            counts, mass, totals = on_host(demand)
+            self._pilot.request_done(counts, mass, totals, stats.decode_steps, lane=lane)
+            if self._motion.has_ring:
+                self._motion.hot.request_done(mass + self._prompt_mass.pop(lane, 0.0), lane)
+                self._motion.hot.rebase(self._pilot.scores())
+
+    def _reads(self) -> Reads:
+        """What was read since the start, by all requests."""
+        reads, urgent = self._executor.residents.reads, self._executor.urgent
+        waits, hot = urgent.waits if urgent else Waits(), self._motion.count
+        return Reads(
+            nbytes=sum(count.bytes for count in reads.values()),
+            seconds=sum(count.seconds for count in reads.values()),
+            queue_ms=sum(count.queue_ms for count in reads.values()),
+            hot_bytes=reads[Priority.ASYNC_HOT].bytes if Priority.ASYNC_HOT in reads else 0,
+            hot_issued=hot.issued,
+            hot_late=hot.late,
+            hot_used=hot.used,
+            hot_used_weight=hot.used_weight,
+            hot_evicted_unused=hot.evicted_unused,
+            promoted=hot.promoted,
+            waited_reads=waits.reads,
+            waited_kept=waits.kept,
+            wait_s=waits.seconds,
+        )
 
 
 def picks(demand: Demand) -> Picks:
@@ -137,11 +178,19 @@ def picks(demand: Demand) -> Picks:
 
 
 def on_host(demand: Demand) -> tuple[Array, Array, Array]:
+    """As the pilot takes it: of the totals, what was wanted and what was missed."""
     counts, mass, totals = (part.cpu().numpy() for part in demand)
-    return counts, mass, totals
+    return counts, mass, totals[:4]
 
 
 def residency_of(executor: Executor) -> Residency:
-    residents, counts = executor.residents, executor.tap.counts
-    total = counts.shape[1] * counts.shape[2]
-    return Residency(executor.plan_version, len(residents.pairs), total, residents.digest())
+    residents, shape = executor.residents, executor.model.shape
+    least, most = residents.least_and_most
+    return Residency(
+        executor.plan_version,
+        residents.count,
+        shape.moe_layers * shape.experts_per_layer,
+        f"{residents.mask_hash:016x}",
+        least,
+        most,
+    )

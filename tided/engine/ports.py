@@ -1,13 +1,16 @@
 """What the engine asks of the rooms beside it: residents, the demand pilot, the link between ranks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from tided.control.messages import Step, Stop
+from tided.experts.io import Priority, ReadCount
 
 Pair = tuple[int, int]  # (layer, expert)
+Scores = NDArray[np.float64]
 PairSwap = tuple[Pair, Pair]  # (leaves the resident set, takes its place)
 
 
@@ -15,14 +18,60 @@ class Residents(Protocol):
     """The routable set and its bytes (`tided.experts.residents`)."""
 
     @property
-    def pairs(self) -> Sequence[Pair]: ...
+    def pairs(self) -> Sequence[Pair]:
+        """The residents."""
+        ...
 
-    def apply(self, swaps: Sequence[PairSwap]) -> None:
-        """Reads each (out, in) pair's newcomer and publishes all of them at once. Raises when one cannot be read."""
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def ring_slots(self) -> int:
+        """Pairs that may be routable beside the residents."""
+        ...
+
+    @property
+    def least_and_most(self) -> tuple[int, int]: ...
+
+    @property
+    def mask_hash(self) -> int: ...
+
+    @property
+    def reads(self) -> Mapping[Priority, ReadCount]:
+        """Reads that ended since the start, by class."""
+        ...
+
+    @property
+    def reading(self) -> int:
+        """Reads that are not published yet."""
+        ...
+
+    def read(self, number: int, pair: Pair, out: Pair | None) -> None:
+        """Begins to read a pair beside the steps, for the place of a resident or for the ring (None)."""
+        ...
+
+    def landed(self) -> Sequence[int]:
+        """Reads that ended since the last call. Raises the error of one that failed."""
+        ...
+
+    def publish(self, numbers: Sequence[int]) -> None:
+        """Makes reads that landed routable; a swap's outgoing pair leaves at once."""
+        ...
+
+    def promote(self, swaps: Sequence[PairSwap]) -> None:
+        """(resident that becomes an entry of the ring, entry that becomes a resident)."""
+        ...
+
+    def withdraw(self, pairs: Sequence[Pair]) -> None:
+        """These entries of the ring stop being routable."""
         ...
 
     def digest(self) -> str:
         """A digest of the routable (layer, expert) ids as the tables hold them now."""
+        ...
+
+    def state(self) -> str:
+        """Everything that must be equal on ranks that were told the same, slots and reads under way included."""
         ...
 
     def check_integrity(self) -> None:
@@ -31,9 +80,18 @@ class Residents(Protocol):
 
 
 class Pilot(Protocol):
-    """Rank 0's owner of history and plans (`tided.tide.pilot`). counts, mass [layers, experts] and totals [4] are what
-    `DemandTap.take` gives, on CPU. A plan is published in portions, in its order, and dropped for a newer one;
-    `applied` tells of each portion."""
+    """Rank 0's owner of history and plans (`tided.tide.pilot`). counts, mass [layers, experts] are what
+    `DemandTap.take` gives, on CPU, and totals [4] are the first of its totals. A plan is published in portions, in its
+    order, and dropped for a newer one; `applied` tells of each portion, and of what hot reads exchanged."""
+
+    @property
+    def floor(self) -> int:
+        """Residents that a layer keeps at least."""
+        ...
+
+    def scores(self) -> Scores:
+        """[layers, experts]: what a plan made now would be made from."""
+        ...
 
     def prompt_done(
         self, counts: ArrayLike, mass: ArrayLike, totals: ArrayLike, tokens: int, *, lane: int
@@ -49,9 +107,16 @@ class Pilot(Protocol):
 
 
 class LeaderLink(Protocol):
-    """Rank 0's end of lockstep."""
+    """Rank 0's end of lockstep. `followers`: how many other ranks there are."""
+
+    @property
+    def followers(self) -> int: ...
 
     def send(self, step: Step) -> None: ...
+
+    def landed(self) -> Sequence[int]:
+        """Reads that ended on other ranks since the last call, one mention a rank. Never waits."""
+        ...
 
     def compare(self, seq: int, digest: str) -> None:
         """Waits for the other ranks' digests of the step. Raises PairError for a difference or a silence."""
@@ -64,5 +129,7 @@ class FollowerLink(Protocol):
     def receive(self, timeout_s: float) -> Step | Stop | None:
         """The next message, or None after `timeout_s` without one."""
         ...
+
+    def landed(self, tickets: Sequence[int]) -> None: ...
 
     def report(self, seq: int, digest: str) -> None: ...

@@ -6,12 +6,13 @@ is computed in chunks that take turns with decode steps, so a running answer wai
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tided.control.messages import Admission, Decode, Prefill, Step, Swap
+from tided.control.messages import Admission, Change, Decode, Prefill, Step
 from tided.engine.types import Request
 from tided.errors import QueueFullError
+
+UNCHANGED = Change()
 
 
 @dataclass
@@ -30,7 +31,8 @@ class Running:
 @dataclass(frozen=True)
 class Limits:
     """Lanes, waiting requests, tokens of context of one request, of all lanes together and of a page of it, tokens of a
-    prefill chunk, swaps of a step, steps between comparisons of the ranks."""
+    prefill chunk, swaps read at once, steps between comparisons of the ranks; whether there are slots to read experts
+    into before use."""
 
     lanes: int
     queue: int
@@ -40,6 +42,7 @@ class Limits:
     chunk_tokens: int
     swaps: int
     guard_every_steps: int
+    can_wait: bool = True
 
     def __post_init__(self) -> None:
         if self.context_tokens > self.pool_tokens:
@@ -55,7 +58,6 @@ class Scheduler:
         self.plan_version = 0
         self._free = deque(range(limits.lanes))
         self._release: list[int] = []
-        self._plan: deque[Swap] = deque()
         self._prefilled_last = False
 
     @property
@@ -93,12 +95,6 @@ class Scheduler:
         self._free.append(lane)
         return running
 
-    def take_plan(self, swaps: Sequence[Swap]) -> None:
-        """The plan's swaps go with the next steps, in order. It knows the set as published, and newer traffic: what is
-        left of the plan before it is dropped. An empty plan has nothing to say and drops nothing."""
-        if swaps:
-            self._plan = deque(swaps)
-
     def can_admit(self) -> bool:
         if not self.waiting or not self._free:
             return False
@@ -110,20 +106,20 @@ class Scheduler:
         self.running[lane] = Running(request, lane)
         return Admission(lane, request)
 
-    def next_step(self) -> Step | None:
-        """The step to send and execute now; None when there is nothing to do."""
+    def next_step(self, change: Change = UNCHANGED, moves_residents: bool = False) -> Step | None:
+        """The step to send and execute now, with a change of the routable set if there is one; None when there is
+        nothing to do."""
         release, self._release = self._release, []
         admit = []
         while self.can_admit():
             admit.append(self.admit())
-        swaps = [self._plan.popleft() for _ in range(min(len(self._plan), self.limits.swaps))]
         work = self._next_work()
-        if not (release or admit or swaps or work):
+        if not (release or admit or change or work):
             return None
         self.seq += 1
-        self.plan_version += bool(swaps)
+        self.plan_version += moves_residents
         due = self.seq % self.limits.guard_every_steps == 0
-        return Step(self.seq, self.plan_version, release, admit, swaps, work, due)
+        return Step(self.seq, self.plan_version, release, admit, change, work, due)
 
     def _next_work(self) -> Prefill | Decode | None:
         newcomer = next((running for running in self.running.values() if running.in_prefill), None)

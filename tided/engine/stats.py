@@ -1,34 +1,109 @@
 """What an answer cost: `x_engine_stats`, and one line of log without text. Every request keeps counters of its own from
 the moment it is submitted, so a cancelled one never reports its predecessor's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from tided.engine.motion import Plan
 from tided.engine.types import Request
 
 
 @dataclass
 class Picks:
-    """Router picks of one phase, before residency: how many, how many not resident, and their routing weight."""
+    """Router picks of one phase, before residency, and their routing weight, in the order of `DemandTap.totals`: all;
+    missed (not resident); of those read before use; of those substituted, the ones too light to be read at all."""
 
     picks: float = 0
     missed: float = 0
     weight: float = 0
     missed_weight: float = 0
+    read: float = 0
+    light: float = 0
+    read_weight: float = 0
+    light_weight: float = 0
 
     def rate(self) -> float | None:
         return ratio(self.missed, self.picks)
 
+    @property
+    def substituted_weight_share(self) -> float | None:
+        return ratio(self.missed_weight - self.read_weight, self.weight)
+
+    def __add__(self, other: "Picks") -> "Picks":
+        return Picks(*(getattr(self, name) + getattr(other, name) for name in Picks.__dataclass_fields__))
+
+    def report(self, hot: bool) -> dict[str, Any]:
+        """`hot`: there is a ring, so what is substituted and not light is offered to it."""
+        rest = self.missed - self.read - self.light
+        return {
+            "routed_picks": int(self.picks),
+            "missed_picks": int(self.missed),
+            "missed_weight": rounded(self.missed_weight),
+            "missed_weight_share": rounded(ratio(self.missed_weight, self.weight), 6),
+            "substituted_weight_share": rounded(self.substituted_weight_share, 6),
+            "classes": {
+                "light": int(self.light + (0 if hot else rest)),
+                "queued": int(rest if hot else 0),
+                "read": int(self.read),
+            },
+        }
+
 
 class Residency(msgspec.Struct, frozen=True):
-    """The routable set an answer ended with. `generation` counts the published plans."""
+    """The resident set an answer ended with. `generation` counts the steps that changed it; `mask_hash` names the
+    routable set, the hot ring included."""
 
     generation: int
     residents: int
     total: int
     mask_hash: str
+    per_layer_min: int = 0
+    per_layer_max: int = 0
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Reads of rank 0 since its start, whoever they were for. `waited_*`: those that a layer waited for, and what an
+    earlier one had left."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    queue_ms: float = 0.0
+    hot_bytes: int = 0
+    hot_issued: int = 0
+    hot_late: int = 0
+    hot_used: int = 0
+    hot_used_weight: float = 0.0
+    hot_evicted_unused: int = 0
+    promoted: int = 0
+    waited_reads: int = 0
+    waited_kept: int = 0
+    wait_s: float = 0.0
+
+    def __sub__(self, other: "Reads") -> "Reads":
+        return Reads(*(getattr(self, name) - getattr(other, name) for name in Reads.__dataclass_fields__))
+
+    def report(self, tokens: int) -> dict[str, Any]:
+        return {
+            "nvme_gb": rounded(self.nbytes / 1e9, 6),
+            "nvme_read_s": rounded(self.seconds),
+            "nvme_gb_per_token": rounded(ratio(self.nbytes / 1e9, tokens), 6),
+            "nvme_queue_ms": rounded(self.queue_ms, 2),
+            "load_wait_s": rounded(self.wait_s),
+            "promoted": self.promoted,
+            "hot": {
+                "reads": self.hot_issued,
+                "bytes": self.hot_bytes,
+                "late": self.hot_late,
+                "used": self.hot_used,
+                "used_weight": rounded(self.hot_used_weight),
+                "evicted_unused": self.hot_evicted_unused,
+            },
+            "read_before_use": {"reads": self.waited_reads, "kept": self.waited_kept},
+        }
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -46,6 +121,7 @@ class RequestStats:
 
     request: Request
     submitted_s: float
+    has_ring: bool = False
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_s: float = 0.0
@@ -55,12 +131,25 @@ class RequestStats:
     prefilled_tokens: int = 0
     completion_tokens: int = 0
     decode_steps: int = 0
-    swaps: int = 0
+    passes: dict[int, tuple[Plan, int, int]] = field(
+        default_factory=dict
+    )  # plan, its swaps so far, tokens at the first
+    before: Reads = field(default_factory=Reads)
     prefill: Picks = field(default_factory=Picks)
     decode: Picks = field(default_factory=Picks)
 
-    def admitted(self, lane: int, now_s: float, lanes_busy: int) -> None:
-        self.lane, self.admitted_s, self.lanes_busy = lane, now_s, lanes_busy
+    def admitted(self, lane: int, now_s: float, lanes_busy: int, reads: Reads) -> None:
+        self.lane, self.admitted_s, self.lanes_busy, self.before = lane, now_s, lanes_busy, reads
+
+    def swapped(self, plans: Sequence[Plan]) -> None:
+        """A swap of each of these plans became routable while the request ran."""
+        for plan in plans:
+            _, swaps, tokens = self.passes.get(id(plan), (plan, 0, self.completion_tokens))
+            self.passes[id(plan)] = (plan, swaps + 1, tokens)
+
+    @property
+    def swaps(self) -> int:
+        return sum(swaps for _, swaps, _ in self.passes.values())
 
     def chunk(self, tokens: int, seconds: float) -> None:
         self.prefilled_tokens += tokens
@@ -79,12 +168,13 @@ class RequestStats:
     def decode_s(self) -> float:
         return 0.0 if self.first_token_s is None else self.last_s - self.first_token_s
 
-    def report(self, residency: Residency, now_s: float) -> dict[str, Any]:
+    def report(self, residency: Residency, now_s: float, reads: Reads) -> dict[str, Any]:
         """The stable keys of `x_engine_stats`; None where nothing is known (no first token, no pick). The hit rate is
-        that of the answer, and of the prompt where no step followed it."""
+        that of the answer, and of the prompt where no step followed it. What was read while the request ran is all of
+        it: lanes share ring and plans."""
         queued_until = now_s if self.admitted_s is None else self.admitted_s
         ttft = None if self.first_token_s is None else self.first_token_s - self.submitted_s
-        both = Picks(*(getattr(self.prefill, n) + getattr(self.decode, n) for n in Picks.__dataclass_fields__))
+        both, since = self.prefill + self.decode, reads - self.before if self.admitted_s is not None else Reads()
         hit = self.decode if self.decode.picks else both
         return {
             "prompt_tokens": len(self.request.prompt_ids),
@@ -100,16 +190,36 @@ class RequestStats:
             "lane": self.lane,
             "lanes_busy": self.lanes_busy,
             "seed": self.request.sampling.seed,
+            "fidelity": self.request.fidelity,
             "expert_hit_rate": rounded(1 - (hit.rate() or 0.0)) if hit.picks else None,
             "expert_misses": int(self.decode.missed),
             "prefill_expert_misses": int(self.prefill.missed),
-            "substituted_weight_share": rounded(ratio(both.missed_weight, both.weight), 6),
+            "substituted_weight_share": rounded(both.substituted_weight_share, 6),
             "swaps": self.swaps,
             "experts": self._experts(both, residency),
+            "prefill": self.prefill.report(self.has_ring),
+            "decode": self.decode.report(self.has_ring),
+            "prune_miss_request": {
+                "miss_rate": rounded(both.rate()),
+                "missed_slots": int(both.missed),
+                "slots": int(both.picks),
+                "score_miss_rate": rounded(ratio(both.missed_weight, both.weight)),
+                "missed_score": rounded(both.missed_weight),
+                "total_score": rounded(both.weight),
+            },
+            "decode_adaptation": {
+                "passes": [
+                    {"output_tokens": tokens, "swaps": swaps, "planned": plan.swaps, "reason": plan.reason}
+                    for plan, swaps, tokens in self.passes.values()
+                ]
+            },
+            **since.report(self.completion_tokens),
             "residency": {
                 "generation": residency.generation,
                 "residents": residency.residents,
                 "mask_hash": residency.mask_hash,
+                "per_layer_min": residency.per_layer_min,
+                "per_layer_max": residency.per_layer_max,
             },
         }
 

@@ -4,6 +4,9 @@ from typing import Any, Literal
 
 import msgspec
 
+Fidelity = Literal["fast", "balanced", "exact"]
+"""What becomes of a pick whose expert is not resident: substituted; read before use if it is heavy; always read."""
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is drawn. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
@@ -23,6 +26,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     max_tokens: int
     stop_ids: tuple[int, ...]
+    fidelity: Fidelity = "fast"
 
 
 class Started(msgspec.Struct, frozen=True):

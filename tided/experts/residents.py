@@ -1,13 +1,22 @@
-"""The resident set of a rank: fills it at boot and changes it by plans that rank 0 made.
+"""The routable set of a rank: residents and the hot ring beside them, filled at boot, changed as rank 0 says.
 
-Swaps land in spare slots first; only when every record of them is there do the tables change, and only then are the
-old slots free. That runs between two steps, when no kernel reads the arena. Any failure is final: a rank that skipped a
-swap would route differently from the others, and nobody would notice.
+    read      a record is read into a free slot, while steps go on; nothing changes that a step can see
+    landed    which reads have ended since the last time; each rank tells rank 0
+    publish   every rank has it: the pair is routable from this step on. A swap's newcomer takes a resident's place,
+              whose slot is then free; others join the ring
+    promote   a resident and an entry of the ring exchange roles; nothing is read, both stay routable
+    withdraw  an entry of the ring leaves
+
+All of them but `read`'s own work run between two steps, when nothing that is launched later may read a slot that they
+free. Any failure is final: a rank that skipped a change would route differently from the others, and nobody would
+notice.
 """
 
 import hashlib
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -15,15 +24,27 @@ import numpy as np
 
 from tided.errors import PairError
 from tided.experts.arena import Arena, Pair
-from tided.experts.io import IoScheduler, Priority, Ticket
+from tided.experts.io import IoScheduler, Priority, ReadCount, Ticket
 from tided.experts.tables import RoutingTables
 
 PairSwap = tuple[Pair, Pair]  # (leaves, takes its place)
 Progress = Callable[[int, int], None]  # (records read, records in all)
 
+HUNG_S = 300.0  # a read beside the steps, which waits for all that is more urgent
 READ_TIMEOUT_S = 60.0  # for the read that has waited longest: the disk is gone
 MAX_QUEUED = 512  # of a first set that is larger than the scheduler's queue
 _U64 = (1 << 64) - 1
+
+
+@dataclass
+class _Reading:
+    """A pair on its way into a taken slot; `out` is the resident that it will replace, None: it joins the ring."""
+
+    pair: Pair
+    out: Pair | None
+    slot: int
+    ticket: Ticket
+    landed: bool = False
 
 
 class Residents:
@@ -40,35 +61,140 @@ class Residents:
     ) -> None:
         self.arena, self.tables, self._io = arena, tables, io
         self.layers, self.experts, self.top_k = layers, experts, top_k
-        self.generation = 0  # plans applied since the fill
-        self.mask_hash = 0  # xor of the residents' keys, kept up to date at no cost
+        self.generation = 0  # steps that changed who is resident, since the fill
+        self.mask_hash = 0  # xor of the routable pairs' keys, kept up to date at no cost
+        self._ring: dict[Pair, None] = {}
+        self._residents_of = [0] * layers
+        self._reading: dict[int, _Reading] = {}
         self._failed = False
 
     @property
     def pairs(self) -> list[Pair]:
-        return self.arena.pairs
+        """The residents, sorted."""
+        return [pair for pair in self.arena.pairs if pair not in self._ring]
+
+    @property
+    def ring(self) -> list[Pair]:
+        """Routable beside the residents, the oldest first."""
+        return list(self._ring)
+
+    @property
+    def ring_slots(self) -> int:
+        return self.arena.ring
+
+    @property
+    def count(self) -> int:
+        return len(self.arena.directory) - len(self._ring)
+
+    @property
+    def least_and_most(self) -> tuple[int, int]:
+        """Residents of the layer that has the fewest, and the most."""
+        return min(self._residents_of), max(self._residents_of)
+
+    @property
+    def reads(self) -> Mapping[Priority, ReadCount]:
+        """Reads of the rank that ended, by class, whoever asked for them."""
+        return self._io.counts
+
+    @property
+    def reading(self) -> int:
+        """Reads that are not published yet."""
+        return len(self._reading)
 
     def fill(self, pairs: Sequence[Pair], progress: Progress) -> None:
         """Reads and publishes the first resident set. Raises PairError for a set that cannot be, DataError."""
         self._check_alive()
-        if self.pairs or len(pairs) > self.arena.residents or len(set(pairs)) != len(pairs):
+        if self.count or len(pairs) > self.arena.residents or len(set(pairs)) != len(pairs):
             raise PairError(f"a first set of {len(pairs)} experts for {self.arena.residents} places, or given twice")
         self._check_range(pairs)
         self._check_floor(Counter(layer for layer, _ in pairs))
-        self._publish(self._read(pairs, progress))
+        slots = self._fill(pairs, progress)
+        for pair, slot in slots.items():
+            self.arena.hold(slot, pair)
+            self._residents_of[pair[0]] += 1
+        self._set(slots)
 
-    def apply(self, swaps: Sequence[PairSwap]) -> None:
-        """Changes the set by these swaps, all or none: nothing is read before every swap is found valid, nothing is
-        published before everything is read. Raises PairError or DataError; after a failed read the set is unusable."""
+    def read(self, number: int, pair: Pair, out: Pair | None) -> None:
+        """Begins to read an absent pair, to take the place of the resident `out` or to join the ring (None). Raises
+        PairError for a pair that is here or on its way, and when its place is not free."""
         self._check_alive()
-        self._check_plan(swaps)
-        landed = self._read([in_ for _, in_ in swaps])
-        for out, _ in swaps:
-            self._withdraw(out)
-        self._publish(landed)
-        for out, _ in swaps:
-            self.arena.drop(out)
+        self._check_range([pair])
+        if number in self._reading or any(reading.pair == pair for reading in self._reading.values()):
+            raise PairError(f"{pair} is being read already")
+        if self.arena.slot_of(pair) is not None:
+            raise PairError(f"{pair} is to be read, and is here")
+        if out is not None and not self._is_resident(out):
+            raise PairError(f"a plan removes {out}, which is not resident")
+        if out is not None and any(reading.out == out for reading in self._reading.values()):
+            raise PairError(f"{out} is to leave twice")
+        swaps = sum(reading.out is not None for reading in self._reading.values())
+        if out is not None and swaps >= self.arena.spare:
+            raise PairError(f"more than {self.arena.spare} swaps cannot be read at once")
+        if out is None and len(self._ring) + len(self._reading) - swaps >= self.arena.ring:
+            raise PairError(f"the hot ring of {self.arena.ring} slots is full")
+        slot = self.arena.take()
+        priority = Priority.ASYNC_HOT if out is None else Priority.SWAP
+        ticket = self._io.submit(priority, *pair, partial(self.arena.load, slot))
+        self._reading[number] = _Reading(pair, out, slot, ticket)
+
+    def landed(self) -> list[int]:
+        """Reads that ended well since the last call. Raises the error of one that failed, PairError for one that hangs:
+        nothing of it can be seen, and the set is unusable."""
+        self._check_alive()
+        now_s = time.perf_counter()
+        done = [(number, r) for number, r in self._reading.items() if not r.landed and r.ticket.done]
+        for _, reading in done:
+            if reading.ticket.error is not None:
+                self._failed = True
+                raise reading.ticket.error
+            reading.landed = True
+        for reading in self._reading.values():
+            if not reading.landed and now_s - reading.ticket.submitted_s > HUNG_S:
+                self._failed = True
+                raise PairError(f"the read of {reading.pair} hangs for {HUNG_S:g} s", hint="check the disk (dmesg)")
+        return [number for number, _ in done]
+
+    def publish(self, numbers: Sequence[int]) -> None:
+        """Makes these reads routable, all or none, in their order; a swap's outgoing pair leaves at once. Raises
+        PairError for one that has not landed here, and for a swap that cannot be."""
+        self._check_alive()
+        landed = [self._landed(number) for number in numbers]
+        self._check_swaps([(r.out, r.pair) for r in landed if r.out is not None])
+        for number, reading in zip(numbers, landed, strict=True):
+            del self._reading[number]
+            self.arena.hold(reading.slot, reading.pair)
+            if reading.out is None:
+                self._ring[reading.pair] = None
+            else:
+                self._exchange(reading.out, reading.pair)
+        self._set({r.pair: r.slot for r in landed} | {r.out: -1 for r in landed if r.out is not None})
+        for reading in landed:
+            if reading.out is not None:
+                self.arena.drop(reading.out)
+        self.generation += any(reading.out is not None for reading in landed)
+
+    def promote(self, swaps: Sequence[PairSwap]) -> None:
+        """(resident that becomes an entry of the ring, entry that becomes a resident), in their order."""
+        self._check_alive()
+        for out, in_ in swaps:
+            if in_ not in self._ring or not self._is_resident(out):
+                raise PairError(f"{out} and {in_} cannot exchange roles: not a resident and an entry of the ring")
+            del self._ring[in_]
+            self._ring[out] = None
+            self._exchange(out, in_)
+        self._check_floor(self._residents_of)
         self.generation += bool(swaps)
+
+    def withdraw(self, pairs: Sequence[Pair]) -> None:
+        """These entries of the ring stop being routable; their slots are free."""
+        self._check_alive()
+        for pair in pairs:
+            if pair not in self._ring:
+                raise PairError(f"{pair} is to leave the ring, and is not in it")
+        self._set(dict.fromkeys(pairs, -1))
+        for pair in pairs:
+            del self._ring[pair]
+            self.arena.drop(pair)
 
     def digest(self) -> str:
         """sha256 over the sorted routable pairs, taken from the tables that the model reads."""
@@ -76,6 +202,13 @@ class Residents:
         routable = self.tables.routable.cpu().numpy()
         ids = np.flatnonzero(routable).astype("<u4")
         return hashlib.sha256(f"{routable.shape};".encode() + ids.tobytes()).hexdigest()
+
+    def state(self) -> str:
+        """Where everything lies and what is on its way, from the tables and the books: equal on ranks that were told
+        the same."""
+        reading = [(number, r.pair, r.out, r.slot) for number, r in self._reading.items()]
+        slots = hashlib.sha256(self.tables.slot_of.cpu().numpy().tobytes()).hexdigest()
+        return f"{self.digest()} {slots} {self.ring} {reading} {self.generation}"
 
     def check_integrity(self) -> None:
         """Raises PairError unless arena, directory and tables agree: what an idle moment can afford to verify."""
@@ -88,9 +221,14 @@ class Residents:
             raise PairError("the routing table and the expert directory differ")
         if not np.array_equal(self.tables.routable.cpu().numpy(), expected >= 0):
             raise PairError("the routable mask and the expert directory differ")
-        if self.mask_hash != mask_hash(self.pairs, self.experts):
-            raise PairError("the running hash of the resident set is wrong")
-        self._check_floor(Counter(layer for layer, _ in self.pairs))
+        if self.mask_hash != mask_hash(self.arena.directory, self.experts):
+            raise PairError("the running hash of the routable set is wrong")
+        if any(self.arena.slot_of(pair) is None for pair in self._ring) or len(self._ring) > self.arena.ring:
+            raise PairError("the hot ring and the expert directory differ")
+        count = Counter(layer for layer, _ in self.pairs)
+        if [count[layer] for layer in range(self.layers)] != self._residents_of:
+            raise PairError("the count of a layer's residents is wrong")
+        self._check_floor(count)
 
     def _check_alive(self) -> None:
         if self._failed:
@@ -101,30 +239,44 @@ class Residents:
             if not (0 <= layer < self.layers and 0 <= expert < self.experts):
                 raise PairError(f"there is no expert {expert} in layer {layer}")
 
-    def _check_floor(self, count: Counter[int]) -> None:
+    def _check_floor(self, count: Mapping[int, int] | Sequence[int]) -> None:
         for layer in range(self.layers):
             if count[layer] < self.top_k:
                 raise PairError(f"layer {layer} would keep {count[layer]} experts, the router needs {self.top_k}")
 
-    def _check_plan(self, swaps: Sequence[PairSwap]) -> None:
-        if len(swaps) > self.arena.free:
-            raise PairError(f"{len(swaps)} experts cannot land in {self.arena.free} free slots at once")
-        outs, ins = [out for out, _ in swaps], [in_ for _, in_ in swaps]
-        self._check_range([*outs, *ins])
-        if len(set(outs)) != len(outs) or len(set(ins)) != len(ins):
+    def _check_swaps(self, swaps: Sequence[PairSwap]) -> None:
+        outs = [out for out, _ in swaps]
+        if len(set(outs)) != len(outs):
             raise PairError("a plan moves an expert twice")
         for out in outs:
-            if self.arena.slot_of(out) is None:
+            if not self._is_resident(out):
                 raise PairError(f"a plan removes {out}, which is not resident")
-        for in_ in ins:
-            if self.arena.slot_of(in_) is not None:
-                raise PairError(f"a plan loads {in_}, which is resident")
-        count = Counter(layer for layer, _ in self.pairs)
-        count.subtract(layer for layer, _ in outs)
-        count.update(layer for layer, _ in ins)
+        count = list(self._residents_of)
+        for out, in_ in swaps:
+            count[out[0]] -= 1
+            count[in_[0]] += 1
         self._check_floor(count)
 
-    def _read(self, pairs: Sequence[Pair], progress: Progress = lambda done, total: None) -> dict[Pair, int]:
+    def _is_resident(self, pair: Pair) -> bool:
+        return pair not in self._ring and self.arena.slot_of(pair) is not None
+
+    def _landed(self, number: int) -> _Reading:
+        reading = self._reading.get(number)
+        if reading is None or not reading.landed:
+            raise PairError(f"read {number} was to be used before this rank had it")
+        return reading
+
+    def _exchange(self, out: Pair, in_: Pair) -> None:
+        self._residents_of[out[0]] -= 1
+        self._residents_of[in_[0]] += 1
+
+    def _set(self, slots: Mapping[Pair, int]) -> None:
+        """pair -> its slot as the model sees it from now on, -1: none."""
+        self.tables.change(slots)
+        for pair in slots:
+            self.mask_hash ^= _key(pair, self.experts)
+
+    def _fill(self, pairs: Sequence[Pair], progress: Progress) -> dict[Pair, int]:
         """pair -> taken slot that holds its record. A failure makes the set unusable; its slots stay taken, because a
         read that hangs may still write into its own."""
         jobs = {pair: self.arena.take() for pair in pairs}
@@ -148,16 +300,6 @@ class Residents:
             running[0].wait(READ_TIMEOUT_S)
             running.popleft()
             yield done
-
-    def _publish(self, landed: Mapping[Pair, int]) -> None:
-        for pair, slot in landed.items():
-            self.arena.hold(slot, pair)
-            self.tables.publish(*pair, slot)
-            self.mask_hash ^= _key(pair, self.experts)
-
-    def _withdraw(self, pair: Pair) -> None:
-        self.tables.withdraw(*pair)
-        self.mask_hash ^= _key(pair, self.experts)
 
 
 def mask_hash(pairs: Iterable[Pair], experts: int) -> int:

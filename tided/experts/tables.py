@@ -1,6 +1,9 @@
 """The routable set as the model reads it, and the demand it records. Tensors are mutated in place, never replaced:
 captured graphs hold their addresses (contract C2)."""
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,47 +15,139 @@ class RoutingTables:
         self.slot_of: Tensor = torch.full((layers, experts), -1, dtype=torch.int32, device=device)
         self.routable: Tensor = torch.zeros((layers, experts), dtype=torch.bool, device=device)
 
+    def change(self, slots: Mapping[tuple[int, int], int]) -> None:
+        """(layer, expert) -> its slot from now on, -1: none. Two writes for any number of pairs."""
+        if not slots:
+            return
+        pairs = torch.tensor([(*pair, slot) for pair, slot in slots.items()], device=self.slot_of.device)
+        where = (pairs[:, 0], pairs[:, 1])
+        self.slot_of.index_put_(where, pairs[:, 2].to(torch.int32))
+        self.routable.index_put_(where, pairs[:, 2] >= 0)
+
     def publish(self, layer: int, expert: int, slot: int) -> None:
-        self.slot_of[layer, expert] = slot
-        self.routable[layer, expert] = True
+        self.change({(layer, expert): slot})
 
     def withdraw(self, layer: int, expert: int) -> None:
-        self.routable[layer, expert] = False
-        self.slot_of[layer, expert] = -1
+        self.change({(layer, expert): -1})
+
+
+class Seen(NamedTuple):
+    """What one layer of one step routed. See `DemandTap.record`."""
+
+    layer: int
+    lane_of_row: Tensor
+    wanted: Tensor
+    scores: Tensor
+    weights: Tensor
+    missed: Tensor
+    read: Tensor | None
+
+
+class Wish(NamedTuple):
+    """The router's true picks of some layers of the last step. layers [n]; wanted, weights [n, T, k]."""
+
+    layers: Tensor
+    wanted: Tensor
+    weights: Tensor
+
+
+TOTALS = 8
 
 
 class DemandTap:
-    """What the router wanted, before residency was applied, by lane. Filled inside the step.
+    """What the router wanted, before residency was applied, by lane. A layer leaves its tensors here; they are added up
+    together, once a step.
 
     counts, mass [lanes, layers, experts]: true top-k picks and their scores (unbiased, before normalisation).
-    totals [lanes, 4] float64: picks, missed picks, routing weight of all picks, routing weight of missed picks.
+    totals [lanes, 8] float64: picks, missed picks (not routable), routing weight of all picks, of missed ones; of the
+    missed, picks read before use, picks substituted and lighter than `light`, and the weights of both.
+    `wishes`: the last step's picks, of all lanes.
     """
 
-    def __init__(self, lanes: int, layers: int, experts: int, device: torch.device) -> None:
-        self.counts: Tensor = torch.zeros((lanes, layers, experts), dtype=torch.float32, device=device)
-        self.mass: Tensor = torch.zeros((lanes, layers, experts), dtype=torch.float32, device=device)
-        self.totals: Tensor = torch.zeros((lanes, 4), dtype=torch.float64, device=device)
-        self.enabled = True
+    def __init__(self, lanes: int, layers: int, experts: int, device: torch.device, light: float = 0.0) -> None:
+        self._counts: Tensor = torch.zeros((lanes, layers, experts), dtype=torch.float32, device=device)
+        self._mass: Tensor = torch.zeros((lanes, layers, experts), dtype=torch.float32, device=device)
+        self._totals: Tensor = torch.zeros((lanes, TOTALS), dtype=torch.float64, device=device)
+        self._seen: list[Seen] = []
+        self.wishes: list[Wish] = []
+        self.light, self.enabled = light, True
+
+    @property
+    def counts(self) -> Tensor:
+        self.add_up()
+        return self._counts
+
+    @property
+    def mass(self) -> Tensor:
+        self.add_up()
+        return self._mass
+
+    @property
+    def totals(self) -> Tensor:
+        self.add_up()
+        return self._totals
 
     def record(
-        self, layer: int, lane_of_row: Tensor, wanted: Tensor, scores: Tensor, weights: Tensor, missed: Tensor
+        self,
+        layer: int,
+        lane_of_row: Tensor,
+        wanted: Tensor,
+        scores: Tensor,
+        weights: Tensor,
+        missed: Tensor,
+        read: Tensor | None = None,
     ) -> None:
         """One layer of one step. lane_of_row [T] int64; wanted [T, k] int64 true top-k; scores [T, k] fp32 unbiased;
-        weights [T, k] normalised to sum 1 a row; missed [T, k] bool."""
-        if not self.enabled:
-            return
-        lanes = lane_of_row[:, None].expand_as(wanted)
-        self.counts[:, layer].index_put_((lanes, wanted), torch.ones_like(scores), accumulate=True)
-        self.mass[:, layer].index_put_((lanes, wanted), scores, accumulate=True)
-        row = torch.stack([torch.ones_like(weights), missed.to(weights.dtype), weights, weights * missed], dim=-1).sum(
-            dim=1
-        )
-        self.totals.index_add_(0, lane_of_row, row.to(self.totals.dtype))
+        weights [T, k] normalised to sum 1 a row; missed [T, k] bool; read [T, k] bool: missed, and computed after all
+        (None: no row may wait for a read). The tensors must not be changed afterwards."""
+        if self.enabled:
+            self._seen.append(Seen(layer, lane_of_row, wanted, scores, weights, missed, read))
+
+    def begin_step(self) -> None:
+        self.add_up()
+        self.wishes = []
+
+    def add_up(self) -> None:
+        """What the layers left since the last time. Layers with the same rows are added together."""
+        seen, self._seen = self._seen, []
+        while seen:
+            rows = seen[0].lane_of_row
+            self._add([one for one in seen if one.lane_of_row is rows])
+            seen = [one for one in seen if one.lane_of_row is not rows]
+
+    def _add(self, seen: list[Seen]) -> None:
+        layers = torch.tensor([one.layer for one in seen], device=self._counts.device)
+        wanted, weights = torch.stack([one.wanted for one in seen]), torch.stack([one.weights for one in seen])
+        missed, lanes = torch.stack([one.missed for one in seen]), seen[0].lane_of_row
+        scores = torch.stack([one.scores for one in seen])
+        where = (lanes[None, :, None].expand_as(wanted), layers[:, None, None].expand_as(wanted), wanted)
+        self._counts.index_put_(where, torch.ones_like(scores), accumulate=True)
+        self._mass.index_put_(where, scores, accumulate=True)
+        read = torch.stack([torch.zeros_like(one.missed) if one.read is None else one.read for one in seen])
+        light = missed & ~read & (weights < self.light)
+        known = torch.stack([torch.ones_like(missed), missed, read, light], dim=-1).to(weights.dtype)  # [n, T, k, 4]
+        picks, weight = known.sum(dim=(0, 2)), (known * weights[..., None]).sum(dim=(0, 2))
+        both = torch.cat([picks[:, :2], weight[:, :2], picks[:, 2:], weight[:, 2:]], dim=1)  # [T, 8]
+        self._totals.index_add_(0, lanes, both.to(self._totals.dtype))
+        self.wishes.append(Wish(layers, wanted, weights))
+
+    def wanted_weights(self) -> Tensor:
+        """[layers, experts] fp32: the routing weight that the last step's rows wanted, before residency and over all
+        lanes; picks lighter than `light` count for nothing."""
+        self.add_up()
+        _, layers, experts = self._counts.shape
+        total = torch.zeros(layers * experts, device=self._counts.device)
+        for wish in self.wishes:
+            where = (wish.layers[:, None, None] * experts + wish.wanted).flatten()
+            weights = torch.where(wish.weights >= self.light, wish.weights, 0.0)
+            total.index_add_(0, where, weights.flatten())
+        return total.view(layers, experts)
 
     def take(self, lane: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The lane's counts, mass [layers, experts] and totals [4] so far; its buffers start again at zero."""
-        taken = (self.counts[lane].clone(), self.mass[lane].clone(), self.totals[lane].clone())
-        self.counts[lane].zero_()
-        self.mass[lane].zero_()
-        self.totals[lane].zero_()
+        """The lane's counts, mass [layers, experts] and totals [8] so far; its buffers start again at zero."""
+        self.add_up()
+        taken = (self._counts[lane].clone(), self._mass[lane].clone(), self._totals[lane].clone())
+        self._counts[lane].zero_()
+        self._mass[lane].zero_()
+        self._totals[lane].zero_()
         return taken

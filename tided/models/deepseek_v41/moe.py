@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.experts import grouped_experts
+from kernels.experts import grouped_experts, pick_outputs, sum_of_picks
 from kernels.numerics import Numerics
-from kernels.router import Routing, route, scores
+from kernels.router import Routing, reroute, route, scores
 from kernels.rows import by_row, matmul
 from kernels.swiglu import clamped_swiglu
 from tided.experts.bank import ExpertBank
+from tided.experts.fetch import UrgentReads
 from tided.models.deepseek_v41.config import TextConfig
 from tided.models.deepseek_v41.step import Pass
 from tided.models.deepseek_v41.weights import Weights
@@ -31,25 +32,43 @@ class Moe:
     numerics: Numerics
 
     def forward(self, step: Pass, x: Tensor) -> Tensor:
-        """x [T, D] -> [T, D] fp32: this rank's part of routed and shared experts, to be summed and then rounded."""
-        n, tables = self.numerics, self.bank.tables
+        """x [T, D] -> [T, D] fp32: this rank's part of routed and shared experts, to be summed and then rounded.
+
+        Experts that rows wait for are read while the shared expert and those that are here are computed."""
+        n, bank, lanes = self.numerics, self.bank, step.lane_of_row
         routing = self.route(x)
-        self.bank.tap.record(
-            self.layer,
-            step.lane_of_row,
-            routing.wanted,
-            routing.wanted_scores,
-            routing.wanted_weights,
-            routing.missed,
-        )
+        urgent = bank.urgent if bank.urgent is not None and bank.urgent.active else None
+        allowed = urgent.allowed(self.layer, lanes, routing) if urgent else None
+        read = None
+        if allowed is not None:
+            routing = reroute(routing, self.bias, allowed, self.route_scale)
+            read = routing.missed & allowed.gather(1, routing.wanted)
+        wish = (routing.wanted, routing.wanted_scores, routing.wanted_weights)
+        bank.tap.record(self.layer, lanes, *wish, routing.missed, read)
         rounded = n.activation(x)
-        picks = tables.slot_of[self.layer][routing.ids]
-        total = grouped_experts(rounded, self.bank.slots, self.bank.record, picks, routing.weights, self.limit, n)
-        return total.add_(self._shared(rounded))
+        picks = bank.tables.slot_of[self.layer][routing.ids]
+        if urgent is None or allowed is None:
+            return grouped_experts(rounded, bank.slots, bank.record, picks, routing.weights, self.limit, n).add_(
+                self._shared(rounded)
+            )
+        return self._with_late(urgent, rounded, routing, picks)
 
     def route(self, x: Tensor) -> Routing:
         routable = self.bank.tables.routable[self.layer]
         return route(scores(x, self.gate), self.bias, routable, self.top_k, self.route_scale)
+
+    def _with_late(self, urgent: UrgentReads, rounded: Tensor, routing: Routing, picks: Tensor) -> Tensor:
+        """rounded [T, D]; picks [T, k] with -1 where the expert is not here yet. The sum is that of all at once."""
+        n, bank, ids = self.numerics, self.bank, routing.ids
+        late = urgent.serve(self.layer, torch.unique(ids[picks < 0]).tolist())
+        outputs = rounded.new_empty(*ids.shape, bank.record.hidden)
+        pick_outputs(outputs, rounded, bank.slots, bank.record, picks, routing.weights, self.limit, n)
+        shared = self._shared(rounded)
+        for slot_of in late:
+            here = torch.full_like(self.bias, -1, dtype=torch.int32)
+            here[list(slot_of)] = torch.tensor(list(slot_of.values()), dtype=torch.int32, device=here.device)
+            pick_outputs(outputs, rounded, bank.slots, bank.record, here[ids], routing.weights, self.limit, n)
+        return sum_of_picks(outputs).add_(shared)
 
     def _shared(self, rounded: Tensor) -> Tensor:
         n = self.numerics

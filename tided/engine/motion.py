@@ -1,0 +1,177 @@
+"""Rank 0's word on the routable set while it serves: which reads begin, which become routable, in which step.
+
+A read is asked of every rank by a step (`Load`). When every rank has told that it landed, the next step publishes it;
+no step waits for one. Plans of the pilot are carried in portions, as many swaps at once as there are spare slots; hot
+reads fill the ring beside them, as many at once as the disks have shown to manage between steps. State alone decides:
+no clock, no tensor.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tided.control.messages import Change, Load, Swap
+from tided.engine.ports import Pair, PairSwap
+from tided.tide.demand import Grid
+from tided.tide.hot import HotReads
+
+MAX_SWAPS_AT_ONCE = 512
+FIRST_READS = 4
+PROMPT_STEPS = 2  # a hot read that is published within so many steps came in time
+
+
+@dataclass
+class Plan:
+    """Swaps that were made for one `reason`. `published` rises as they become routable."""
+
+    reason: str
+    swaps: int
+    published: int = 0
+
+
+@dataclass
+class HotCount:
+    """Since the start, of all requests: hot reads asked for, of those published late, entries that a later step wanted
+    (once each) and the routing weight they served, entries that left without that, promotions without a read."""
+
+    issued: int = 0
+    late: int = 0
+    used: int = 0
+    used_weight: float = 0.0
+    evicted_unused: int = 0
+    promoted: int = 0
+
+
+@dataclass
+class _Reading:
+    load: Load
+    step: int  # of the hot reads' clock
+    missing: int  # ranks that have not told yet
+    plan: Plan | None
+
+
+@dataclass
+class Moved:
+    """What a change means to the books of rank 0: who became resident, in order, and by which plans."""
+
+    swaps: list[PairSwap] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+
+
+class Motion:
+    """`ranks` tell of each read. `spare` swaps are read at once at most."""
+
+    def __init__(self, hot: HotReads, ranks: int, spare: int) -> None:
+        self.hot, self.count = hot, HotCount()
+        self._ranks, self._spare = ranks, min(spare, MAX_SWAPS_AT_ONCE)
+        self._planned: deque[tuple[PairSwap, Plan]] = deque()
+        self._reading: dict[int, _Reading] = {}
+        self._tickets = self._clock = 0
+        self._at_once = FIRST_READS
+        self._due = False  # a step has told what it wanted, and nothing was asked for since
+        self._used: dict[Pair, bool] = {}  # entries of the ring: whether a step has wanted them
+
+    @property
+    def has_ring(self) -> bool:
+        return self.hot.ring_slots > 0
+
+    @property
+    def reading(self) -> int:
+        return len(self._reading)
+
+    def take_plan(self, swaps: Sequence[PairSwap], reason: str) -> None:
+        """The plan's swaps are read next, in order. It knows the set as published, and newer traffic: what is left of
+        the plan before it is dropped, what is being read is not. An empty plan has nothing to say and drops nothing."""
+        if not swaps:
+            return
+        if self.has_ring:  # from the same estimate as hot reads, or they would undo each other
+            swaps = self.hot.plan(len(swaps))
+        plan = Plan(reason, len(swaps))
+        self._planned = deque((swap, plan) for swap in swaps)
+
+    def landed(self, tickets: Sequence[int]) -> None:
+        """These reads have ended on one more rank."""
+        for ticket in tickets:
+            self._reading[ticket].missing -= 1
+
+    def observe(self, weights: Grid, tokens: int, may_read: bool) -> None:
+        """weights [layers, experts]: what the last step's `tokens` rows wanted. `may_read`: hot reads may follow."""
+        flat = weights.ravel()
+        wanted = np.flatnonzero(flat)
+        self.hot.observe(wanted, flat[wanted], tokens)
+        self._due = self._due or may_read
+        for pair in self._used:
+            if weights[pair] > 0:
+                self.count.used += not self._used[pair]
+                self.count.used_weight += float(weights[pair])
+                self._used[pair] = True
+
+    def change(self) -> tuple[Change, Moved]:
+        """What the next step does to the routable set."""
+        change, moved = Change(), Moved()
+        self._publish(change, moved)
+        self._begin_swaps(change)
+        if self._due and self.has_ring:
+            self._due = False
+            self._clock += 1
+            self._begin_hot(change, moved)
+        return change, moved
+
+    def _publish(self, change: Change, moved: Moved) -> None:
+        for ticket in [ticket for ticket, reading in self._reading.items() if not reading.missing]:
+            reading = self._reading.pop(ticket)
+            change.publish.append(ticket)
+            load = reading.load
+            if load.out is None:
+                self.hot.published(load.pair)
+                self._used[load.pair] = False
+                self.count.late += self._clock - reading.step > PROMPT_STEPS
+            else:
+                self.hot.swapped(load.out, load.pair)
+                moved.swaps.append((load.out, load.pair))
+                assert reading.plan is not None
+                reading.plan.published += 1
+                moved.plans.append(reading.plan)
+
+    def _begin_swaps(self, change: Change) -> None:
+        under_way = sum(reading.load.out is not None for reading in self._reading.values())
+        while self._planned and under_way < self._spare:
+            (out, in_), plan = self._planned.popleft()
+            try:
+                self.hot.swap_begun(out, in_)
+            except ValueError:  # overtaken since the plan was made
+                continue
+            under_way += 1
+            self._load(change, in_, out, plan)
+
+    def _begin_hot(self, change: Change, moved: Moved) -> None:
+        under_way = [reading.step for reading in self._reading.values() if reading.load.out is None]
+        self._pace(under_way)
+        moves = self.hot.moves(max(0, self._at_once - len(under_way)))
+        change.promote.extend(Swap(out, in_) for out, in_ in moves.promote)
+        moved.swaps += moves.promote
+        for out, in_ in moves.promote:
+            self._used.pop(in_)
+            self._used[out] = True
+            self.count.promoted += 1
+        for pair in moves.withdraw:
+            change.withdraw.append(pair)
+            self.count.evicted_unused += not self._used.pop(pair)
+        for pair in moves.load:
+            self.count.issued += 1
+            self._load(change, pair, None, None)
+
+    def _pace(self, under_way: Sequence[int]) -> None:
+        """Twice as many at once after a step that found all of them done, half as many when some are late."""
+        if not under_way:
+            self._at_once = min(2 * self._at_once, max(1, self.hot.ring_slots // 2))
+        elif self._clock - min(under_way) > PROMPT_STEPS:
+            self._at_once = max(1, self._at_once // 2)
+
+    def _load(self, change: Change, pair: Pair, out: Pair | None, plan: Plan | None) -> None:
+        self._tickets += 1
+        load = Load(self._tickets, pair, out)
+        self._reading[self._tickets] = _Reading(load, self._clock, self._ranks, plan)
+        change.load.append(load)

@@ -1,0 +1,191 @@
+"""Experts that a layer waits for: read after its router has run and before its output is needed.
+
+A request is `fast` (a missing expert is substituted), `balanced` (the heaviest misses are read before use, a few a
+step) or `exact` (every miss is). Which experts are read follows from router outputs and from what was read before, both
+the same on every rank, so every rank reads the same ones into the same slots, and nobody needs to ask.
+
+The records land in slots of their own and stay there until others need the slots. Only rows of balanced and exact
+requests see them: what a fast request is answered with does not depend on who is beside it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.router import Routing
+from tided.engine.types import Fidelity
+from tided.errors import PairError
+from tided.experts.arena import Arena, Pair
+from tided.experts.io import IoScheduler, Priority, Ticket
+from tided.experts.tables import RoutingTables
+
+READ_TIMEOUT_S = 60.0
+FAST, BALANCED, EXACT = range(3)
+CLASS: dict[Fidelity, int] = {"fast": FAST, "balanced": BALANCED, "exact": EXACT}
+_UNITS = 1 << 24  # routing weights are added as integers: one sum, in whatever order a device adds
+
+
+@dataclass(frozen=True)
+class SyncRules:
+    """A balanced row waits for a missing expert of weight `least_weight` or more; `reads` a step at most."""
+
+    least_weight: float
+    reads: int
+
+
+@dataclass
+class Waits:
+    """Since the start: records read, experts used that an earlier read had left here, seconds a layer waited."""
+
+    reads: int = 0
+    kept: int = 0
+    seconds: float = 0.0
+
+
+class UrgentReads:
+    """The `urgent` slots of an arena. One thread uses it: the engine's."""
+
+    def __init__(self, arena: Arena, tables: RoutingTables, io: IoScheduler, rules: SyncRules, lanes: int) -> None:
+        self.arena, self.rules, self.waits = arena, rules, Waits()
+        self.active = False  # whether a row of this step may wait for a read
+        self._tables, self._io = tables, io
+        self._layers, self._experts = tables.slot_of.shape
+        self._class_of_lane: Tensor = torch.zeros(lanes, dtype=torch.int8, device=tables.slot_of.device)
+        self._classes = [FAST] * lanes
+        self._slot_of: dict[Pair, int] = {}
+        self._pair_in: dict[int, Pair] = {}
+        self._by_use = dict.fromkeys(arena.urgent)  # slots, the least recently used first
+        self._spent = 0  # reads of this step that balanced rows asked for
+
+    def open(self, lane: int, fidelity: Fidelity) -> None:
+        """The lane's rows are of this class from now on. Raises PairError where there is no slot to wait for."""
+        self._classes[lane] = CLASS[fidelity]
+        self._class_of_lane[lane] = CLASS[fidelity]
+        if CLASS[fidelity] and not self.arena.urgent:
+            raise PairError(f"a {fidelity} request, but there are no slots to read experts into before use")
+
+    def begin_step(self, lanes: Iterable[int]) -> None:
+        """A step of these lanes: its reads are counted anew."""
+        self.active = any(self._classes[lane] for lane in lanes)
+        self._spent = 0
+
+    def allowed(self, layer: int, lane_of_row: Tensor, routing: Routing) -> Tensor | None:
+        """[T, E] bool, the experts that each row may use, those to be read included; None: just the routable ones."""
+        classes = self._class_of_lane[lane_of_row]
+        waiting = routing.missed & (classes > FAST)[:, None]
+        if not bool(waiting.any()):
+            return None
+        present = self._tables.routable[layer].clone()
+        present[self._kept(layer)] = True
+        balanced, exact = (classes == BALANCED)[:, None], (classes == EXACT)[:, None]
+        if bool(balanced.any()):
+            heavy = waiting & balanced & (routing.wanted_weights >= self.rules.least_weight)
+            present[self._heaviest(layer, routing, heavy & ~present[routing.wanted])] = True
+        return torch.where(balanced, present, self._tables.routable[layer]) | exact
+
+    def serve(self, layer: int, experts: Sequence[int]) -> "Serving":
+        """Begins to read those of a layer's experts that are not here. Ascending, each once."""
+        return Serving(self, [(layer, expert) for expert in experts])
+
+    def state(self) -> str:
+        """Who lies where and in what order slots are given away: equal on ranks that decide alike."""
+        return repr([(slot, self._pair_in.get(slot)) for slot in self._by_use])
+
+    def check(self) -> None:
+        """Raises PairError unless every slot is one pair's at most."""
+        if {pair: slot for slot, pair in self._pair_in.items()} != self._slot_of or set(self._by_use) != set(
+            self.arena.urgent
+        ):
+            raise PairError("the directory of experts read before use is broken")
+
+    def _kept(self, layer: int) -> list[int]:
+        return [pair[1] for pair in self._slot_of if pair[0] == layer]
+
+    def _heaviest(self, layer: int, routing: Routing, heavy: Tensor) -> list[int]:
+        """The experts to read for balanced rows: the most routing weight first, as many as this layer's share of the
+        step allows. Up to layer l of L a step may have spent (l + 1) / L of its reads: early layers leave some."""
+        most = min(self.rules.reads * (layer + 1) // self._layers - self._spent, len(self.arena.urgent))
+        if most <= 0 or not bool(heavy.any()):
+            return []
+        units = (routing.wanted_weights[heavy] * _UNITS).to(torch.int64)
+        total = torch.zeros(self._experts, dtype=torch.int64, device=units.device)
+        total.index_add_(0, routing.wanted[heavy], units)
+        ranked = sorted((-weight, expert) for expert, weight in enumerate(total.tolist()) if weight)[:most]
+        self._spent += len(ranked)
+        return [expert for _, expert in ranked]
+
+    def _find(self, pair: Pair) -> int | None:
+        """The slot where the pair lies already; it counts as used."""
+        slot = self._slot_of.get(pair)
+        if slot is not None:
+            self._touch(slot)
+            self.waits.kept += 1
+        return slot
+
+    def _assign(self, pair: Pair, busy: set[int]) -> int | None:
+        """Takes the least recently used slot that is not busy for the pair; None: all are."""
+        slot = next((slot for slot in self._by_use if slot not in busy), None)
+        if slot is None:
+            return None
+        before = self._pair_in.pop(slot, None)
+        if before is not None:
+            del self._slot_of[before]
+        self._slot_of[pair], self._pair_in[slot] = slot, pair
+        self._touch(slot)
+        self.arena.fence(slot)
+        return slot
+
+    def _read(self, pair: Pair, slot: int) -> Ticket:
+        self.waits.reads += 1
+        return self._io.submit(Priority.SYNC_HOT, *pair, partial(self.arena.load, slot))
+
+    def _touch(self, slot: int) -> None:
+        del self._by_use[slot]
+        self._by_use[slot] = None
+
+
+class Serving:
+    """A layer's experts on their way. Iterating yields {expert: slot} as records arrive; a slot may be read into again
+    once the next are asked for, so what was yielded must be computed (or launched) by then."""
+
+    def __init__(self, owner: UrgentReads, pairs: Sequence[Pair]) -> None:
+        self._owner = owner
+        here = {pair: slot for pair in pairs if (slot := owner._find(pair)) is not None}
+        self._ready = {expert: slot for (_, expert), slot in here.items()}
+        self._busy = set(here.values())  # what nothing may be read into now
+        self._queue = deque(pair for pair in pairs if pair not in here)
+        self._waiting: deque[tuple[int, int, Ticket]] = deque()
+        self._submit()
+
+    def __iter__(self) -> Iterator[dict[int, int]]:
+        while self._ready or self._waiting:
+            batch, self._ready = self._ready or self._arrived(), {}
+            yield batch
+            self._busy -= set(batch.values())
+            self._submit()
+        if self._queue:
+            raise PairError(f"{len(self._queue)} experts were not read: no slot came free")
+
+    def _arrived(self) -> dict[int, int]:
+        """The oldest read, and those behind it that are done as well."""
+        batch: dict[int, int] = {}
+        while self._waiting and (not batch or self._waiting[0][2].done):
+            expert, slot, ticket = self._waiting.popleft()
+            began_s = time.perf_counter()
+            ticket.wait(READ_TIMEOUT_S)
+            self._owner.waits.seconds += time.perf_counter() - began_s
+            batch[expert] = slot
+        return batch
+
+    def _submit(self) -> None:
+        while self._queue and (slot := self._owner._assign(self._queue[0], self._busy)) is not None:
+            if slot in self._busy:
+                raise PairError(f"expert slot {slot} was promised twice")
+            pair = self._queue.popleft()
+            self._busy.add(slot)
+            self._waiting.append((pair[1], slot, self._owner._read(pair, slot)))
