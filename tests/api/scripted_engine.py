@@ -105,11 +105,11 @@ class ScriptedEngine:
         return self.answers[-1].request
 
 
-def settings_with(**server: Any) -> Settings:
+def settings_with(cache: Cache | None = None, **server: Any) -> Settings:
     return Settings(
         model=Model(path="/secret/place", served_name="deepseek"),
         experts=Experts(resident=4),
-        cache=Cache(context_tokens=4096, pool_tokens=8192),
+        cache=cache or Cache(context_tokens=4096, pool_tokens=8192),
         server=ServerSettings(**server),
     )
 

@@ -10,6 +10,7 @@ from scripted_engine import said, settings_with
 
 from tided.api.auth import KeyRing
 from tided.errors import ConfigError, QueueFullError, RequestError
+from tided.settings import Cache
 
 
 @pytest.fixture
@@ -78,6 +79,22 @@ async def test_models(server):
         assert (response.status, (await response.json())["error"]["code"]) == (404, "model_not_found")
     async with server.session.head("/v1/models") as response:
         assert (response.status, await response.read()) == (200, b"")
+
+
+@pytest.mark.parametrize(("context_tokens", "pool_tokens"), [(4096, 1024), (1024, 4096)])
+async def test_the_smaller_of_context_and_pool_is_the_limit(serve, context_tokens, pool_tokens):
+    """A request longer than the pool would wait for ever."""
+    server = await serve(cache=Cache(context_tokens=context_tokens, pool_tokens=pool_tokens))
+    async with server.session.get("/v1/models") as response:
+        [card] = (await response.json())["data"]
+    assert (card["max_model_len"], card["context_length"], card["max_output_tokens"]) == (1024, 1024, 1023)
+    async with server.session.get("/health") as response:
+        assert (await response.json())["max_context"] == 1024
+    for fields in ({"max_tokens": 1024}, {"max_tokens": 1, "content": "tide " * 1100}):
+        text = fields.pop("content", "hi")
+        error = await server.refused(said(text, **fields))
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length is 1024 tokens" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/chat/completions/", "/v1/v1/chat/completions"])
@@ -213,6 +230,25 @@ def test_key_files(tmp_path):
     empty.write_text("\n  \n")
     with pytest.raises(ConfigError, match="holds no API key"):
         KeyRing.load(str(empty))
+
+
+def test_comments_in_a_key_file_are_no_keys(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# keys of the house\n\n  # more\nfirst-key\n#second-key\nlast#key\n")
+    ring = KeyRing.load(str(path))
+    for key in ("first-key", "last#key"):
+        ring.check({"x-api-key": key})
+    for key in ("# keys of the house", "# more", "#second-key", "second-key", "#", ""):
+        with pytest.raises(RequestError):
+            ring.check({"x-api-key": key})
+    path.write_text("# only\n# comments\n")
+    with pytest.raises(ConfigError, match="holds no API key"):
+        KeyRing.load(str(path))
+    for blank in (" ", "\t", "\u00a0"):
+        path.write_text(f"# a\ngood\nbad{blank}key # of mine\n")
+        with pytest.raises(ConfigError, match="no blanks") as refusal:
+            KeyRing.load(str(path))
+        assert refusal.value.where == f"{path}:3"
 
 
 async def test_other_origins_may_ask_an_open_server_only(serve, keys, engine):

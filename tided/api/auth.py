@@ -17,17 +17,22 @@ class KeyRing:
 
     @classmethod
     def load(cls, path: str) -> Self:
-        """Keys of a file, one a line. An empty `path` is an open server; a file without keys is a mistake."""
+        """Keys of a file, one a line; empty lines and lines that begin with # are none. An empty `path` is an open
+        server; a file without keys is a mistake, and so is a key that holds a blank."""
         if not path:
             return cls()
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the API keys cannot be read: {error}", where=path) from error
-        keys = tuple(key for line in lines if (key := line.strip()))
+        keys = {number: key for number, line in enumerate(lines, 1) if (key := line.strip()) and key[0] != "#"}
+        if broken := [number for number, key in keys.items() if len(key.split()) > 1]:
+            raise ConfigError(
+                "a key holds no blanks", where=f"{path}:{broken[0]}", hint="Write one key a line; # begins a comment."
+            )
         if not keys:
             raise ConfigError("holds no API key", where=path, hint="Write one key a line, or set no file.")
-        return cls(keys)
+        return cls(tuple(keys.values()))
 
     @property
     def open(self) -> bool:
