@@ -43,7 +43,8 @@ def context_bytes(config: Config, settings: Settings) -> int:
     """Of the pool, which every rank holds whole; a page is measured without its memory."""
     layout = _layout(config.text_config, numerics_of(settings.model.numerics))
     pages = -(-settings.cache.pool_tokens // PAGE_TOKENS)
-    return pages * Pool(layout, PAGE_TOKENS, torch.device("meta")).nbytes
+    page = Pool(layout, PAGE_TOKENS, torch.device("meta"))
+    return pages * sum(tensor.nbytes for held in (page.rows, page.keys) for tensor in held.values())
 
 
 def load(
