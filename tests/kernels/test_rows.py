@@ -76,6 +76,7 @@ SINGLE: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "head": (HIDDEN, lambda x: head.logits(x, randn(96, HIDDEN, seed=1))),
     "swiglu": (2 * INNER, lambda x: clamped_swiglu(x, 2.0)),
     "router": (HIDDEN, routed),
+    "router of few": (HIDDEN, lambda x: router.scores(x, randn(9, HIDDEN, seed=1) / 70)),
     "experts": (HIDDEN, expert_sum),
     "engram": (HIDDEN, lambda x: engram.mix(streams(x), streams(x.flip(1)), x, randn(4, HIDDEN, seed=4)).flatten(1)),
 }
