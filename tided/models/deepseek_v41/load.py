@@ -40,11 +40,10 @@ def shape_of(config: Config) -> Shape:
 
 
 def context_bytes(config: Config, settings: Settings) -> int:
-    """Of the pool, which every rank holds whole; a page is measured without its memory."""
+    """Of the pool, which every rank holds whole."""
     layout = _layout(config.text_config, numerics_of(settings.model.numerics))
     pages = -(-settings.cache.pool_tokens // PAGE_TOKENS)
-    page = Pool(layout, PAGE_TOKENS, torch.device("meta"))
-    return pages * sum(tensor.nbytes for held in (page.rows, page.keys) for tensor in held.values())
+    return pages * layout.page_bytes
 
 
 def load(
