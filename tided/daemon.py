@@ -28,6 +28,8 @@ from tided.settings import Settings
 
 log = logging.getLogger("daemon")
 
+TRACE = "the log has the trace"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
@@ -43,15 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = _checked(options.profile, options.rank)
         keys = _keys(settings, options.rank, state_dir)
     except TideError as error:
-        log.error("%s", error)
-        if state is not None:
-            state.enter("failed", str(error), exit_code=error.exit_code)
-        return error.exit_code
+        return _refused(state, error)
+    except Exception as error:
+        log.exception("the start failed")
+        return _refused(state, TideError(f"the start failed: {error or type(error).__name__}", hint=TRACE))
     # Read when the arithmetic libraries are loaded, which is after this line.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.engine.threads)
     import uvloop
 
     return uvloop.run(_run(settings, options.rank, keys, state))
+
+
+def _refused(state: StateFile | None, error: TideError) -> int:
+    log.error("%s", error)
+    if state is not None:
+        state.enter("failed", str(error), exit_code=error.exit_code)
+    return error.exit_code
 
 
 async def _run(settings: Settings, rank: int, keys: Keys | None, state: StateFile) -> int:

@@ -13,11 +13,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+MOST_TOKENS = 1 << 24
+MOST_SLOTS = 1 << 20
+MOST_BYTES = 1 << 50  # no number of a profile is larger: what is computed from them fits 64 bits
+
 
 def _doc(
     affects: Literal["numbers", "node", "policy"], text: str, built: bool = True, path: bool = False, **limits: Any
 ) -> Meta:
     """`path`: the value names a file; `tided.profile` resolves it against the profile's own directory."""
+    if limits.keys() & {"ge", "gt"}:
+        limits.setdefault("le", MOST_BYTES)
     return Meta(description=text, extra={"affects": affects, "built": built, "path": path}, **limits)
 
 
@@ -47,14 +53,16 @@ class Model(Section, frozen=True):
             "bounded: layers after the last KV source run over the last window of a chunk only (approximate).",
         ),
     ] = "full"
-    engram_cache_bytes: Annotated[int, _doc("node", "Memory for Engram rows read from the checkpoint.", ge=0)] = (
-        64 << 20
-    )
+    engram_cache_bytes: Annotated[
+        int, _doc("node", "Memory for Engram rows read from the checkpoint.", ge=0, le=MOST_BYTES)
+    ] = 64 << 20
 
 
 class Experts(Section, frozen=True):
-    resident: Annotated[int, _doc("numbers", "Routed experts kept in memory, over all layers.", ge=1)]
-    spare_slots: Annotated[int, _doc("numbers", "Slots beside the residents into which swaps are read.", ge=1)] = 32
+    resident: Annotated[int, _doc("numbers", "Routed experts kept in memory, over all layers.", ge=1, le=MOST_SLOTS)]
+    spare_slots: Annotated[
+        int, _doc("numbers", "Slots beside the residents into which swaps are read.", ge=1, le=MOST_SLOTS)
+    ] = 32
     verify_reads: Annotated[bool, _doc("node", "Check each record read from a pack against its checksum.")] = False
     source: Annotated[Literal["checkpoint", "pack"], _doc("node", "Where expert records are read from.")] = "checkpoint"
     pack_dir: Annotated[str, _doc("node", "Directory of the packs that `tidectl pack` writes.", path=True)] = ""
@@ -68,18 +76,26 @@ class Tide(Section, frozen=True):
         Literal["off", "low", "medium", "high", "max"],
         _doc("policy", "How fast the resident set follows new traffic: half-life of 40, 20, 10 or 5 requests."),
     ] = "high"
-    prior_votes: Annotated[float, _doc("policy", "Weight of the seed against observed requests.", ge=0)] = 4.0
+    prior_votes: Annotated[
+        float, _doc("policy", "Weight of the seed against observed requests.", ge=0, le=1_000_000)
+    ] = 4.0
     seed: Annotated[
         str, _doc("policy", "Demand seed for a first start; empty: the first experts of each layer.", path=True)
     ] = ""
-    floor_per_layer: Annotated[int, _doc("policy", "Least residents a layer keeps; 0: the model's top-k.", ge=0)] = 0
-    max_swaps: Annotated[int, _doc("policy", "Most swaps of one plan.", ge=0)] = 512
-    min_prefill_tokens: Annotated[int, _doc("policy", "Shorter prompts cause no plan of their own.", ge=1)] = 32
+    floor_per_layer: Annotated[
+        int, _doc("policy", "Least residents a layer keeps; 0: the model's top-k.", ge=0, le=MOST_SLOTS)
+    ] = 0
+    max_swaps: Annotated[int, _doc("policy", "Most swaps of one plan.", ge=0, le=MOST_SLOTS)] = 512
+    min_prefill_tokens: Annotated[
+        int, _doc("policy", "Shorter prompts cause no plan of their own.", ge=1, le=MOST_TOKENS)
+    ] = 32
     record: Annotated[bool, _doc("policy", "Write demand to the history (off for benchmarks).")] = True
     replan_decode_tokens: Annotated[
         int, _doc("policy", "Generated tokens between plans; 0: off.", ge=0, built=False)
     ] = 0
-    hot_ring_slots: Annotated[int, _doc("numbers", "Slots for hot reads, on top of the residents.", ge=0)] = 0
+    hot_ring_slots: Annotated[
+        int, _doc("numbers", "Slots for hot reads, on top of the residents.", ge=0, le=MOST_SLOTS)
+    ] = 0
     light_weight: Annotated[
         float,
         _doc("numbers", "Routing weight below which a missing expert is substituted and never read.", ge=0, le=1),
@@ -88,19 +104,26 @@ class Tide(Section, frozen=True):
         Literal["fast", "balanced", "exact"], _doc("policy", "Fidelity of a request that does not say.")
     ] = "fast"
     sync_slots: Annotated[
-        int, _doc("numbers", "Slots for experts that balanced and exact requests wait for; 0: neither.", ge=0)
+        int,
+        _doc(
+            "numbers", "Slots for experts that balanced and exact requests wait for; 0: neither.", ge=0, le=MOST_SLOTS
+        ),
     ] = 8
     sync_weight: Annotated[
         float, _doc("numbers", "Routing weight from which a balanced request waits for an expert.", ge=0, le=1)
     ] = 0.2
-    sync_reads: Annotated[int, _doc("numbers", "Most experts that balanced requests wait for in a step.", ge=0)] = 16
+    sync_reads: Annotated[
+        int, _doc("numbers", "Most experts that balanced requests wait for in a step.", ge=0, le=MOST_SLOTS)
+    ] = 16
 
 
 class Cache(Section, frozen=True):
-    context_tokens: Annotated[int, _doc("numbers", "Most tokens of one request, prompt and answer.", ge=16)]
-    pool_tokens: Annotated[int, _doc("numbers", "Tokens of context that all lanes share.", ge=16)]
-    prefix_ram_bytes: Annotated[int, _doc("numbers", "Prompt cache in memory.", ge=0, built=False)] = 0
-    prefix_disk_bytes: Annotated[int, _doc("numbers", "Prompt cache on disk.", ge=0, built=False)] = 0
+    context_tokens: Annotated[
+        int, _doc("numbers", "Most tokens of one request, prompt and answer.", ge=16, le=MOST_TOKENS)
+    ]
+    pool_tokens: Annotated[int, _doc("numbers", "Tokens of context that all lanes share.", ge=16, le=1 << 32)]
+    prefix_ram_bytes: Annotated[int, _doc("numbers", "Prompt cache in memory.", ge=0, le=MOST_BYTES, built=False)] = 0
+    prefix_disk_bytes: Annotated[int, _doc("numbers", "Prompt cache on disk.", ge=0, le=MOST_BYTES, built=False)] = 0
 
 
 class Engine(Section, frozen=True):
@@ -110,7 +133,9 @@ class Engine(Section, frozen=True):
     threads: Annotated[  # how a product is cut over threads can change its last bit, and ranks must not differ in one
         int, _doc("numbers", "Arithmetic threads of a rank on CPU.", ge=1, le=256)
     ] = 1
-    guard_every_steps: Annotated[int, _doc("numbers", "Steps between comparisons of the ranks' digests.", ge=1)] = 64
+    guard_every_steps: Annotated[
+        int, _doc("numbers", "Steps between comparisons of the ranks' digests.", ge=1, le=1 << 20)
+    ] = 64
     draft: Annotated[
         Literal["off", "acceptance", "confidence"], _doc("numbers", "Speculative decoding.", built=False)
     ] = "off"
@@ -150,7 +175,7 @@ class Server(Section, frozen=True):
         ""
     )
     thinking: Annotated[bool, _doc("policy", "Whether the model thinks first when a request does not say.")] = True
-    max_body_bytes: Annotated[int, _doc("policy", "Largest request body.", ge=1024)] = 64 << 20
+    max_body_bytes: Annotated[int, _doc("policy", "Largest request body.", ge=1024, le=1 << 40)] = 64 << 20
     drain_s: Annotated[float, _doc("policy", "Longest wait for running requests at a stop.", ge=0, le=600)] = 30.0
 
 

@@ -48,6 +48,26 @@ def test_a_wrong_profile(profile, tmp_path):
     assert "resident" in state.message
 
 
+def test_a_number_without_end(profile, tmp_path):
+    code, words = tided(edited(profile, "resident = 52", f"resident = {'1' * 5000}"), 0, tmp_path / "state")
+    assert code == 78
+    assert "so many digits" in words
+    assert read_rank(tmp_path / "state", 0).exit_code == 78
+
+
+BROKEN = "import sys; from tided import daemon; daemon.load = lambda _: 1 // 0; sys.exit(daemon.main())"
+
+
+def test_a_mistake_of_ours_before_anything_runs_reaches_the_state_file(tmp_path):
+    arguments = ["--profile", "x.toml", "--rank", "0", "--state-dir", str(tmp_path / "state")]
+    done = subprocess.run([sys.executable, "-c", BROKEN, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    state = read_rank(tmp_path / "state", 0)
+    assert (state.phase, state.exit_code) == ("failed", 1)
+    assert "by zero" in state.message
+
+
 def test_a_setting_that_this_build_does_not_act_on(profile, tmp_path):
     code, words = tided(edited(profile, "[cache]", "[cache]\nprefix_ram_bytes = 1"), 0, tmp_path / "state")
     assert code == 78

@@ -8,7 +8,8 @@ import pytest
 
 from tided.errors import ConfigError, PermissionError_
 from tided.profile import check, load, render
-from tided.profile.schema import KEYS, Key
+from tided.profile.rules import faults_of
+from tided.profile.schema import KEYS, SECTIONS, Key, wanted
 
 VALID = """\
 [model]
@@ -109,7 +110,7 @@ FILE:25:15: error: 'tide.sensitivity' must be one of "off", "low", "medium", "hi
     = rule: tide.sensitivity: How fast the resident set follows new traffic: half-life of 40, 20, 10 or 5 requests.
     = help: did you mean 'high'?
 
-FILE:26:15: error: 'tide.prior_votes' must be a number of 0 or more, not the number nan
+FILE:26:15: error: 'tide.prior_votes' must be a number from 0 to 1000000, not the number nan
  26 | prior_votes = nan
     |               ^^^
     = rule: tide.prior_votes: Weight of the seed against observed requests.
@@ -171,6 +172,35 @@ def test_line_ends_do_not_move_a_syntax_error(
     assert (found_line, min(found_column, len(lines[found_line - 1]) + 1)) == expected
 
 
+def test_a_number_longer_than_python_reads_is_a_fault_with_its_place(profile: Path) -> None:
+    written(profile, f"{VALID}[tide]\nmax_swaps = {'1_0' * 2500}\n")
+    [(line, column, message)] = errors(profile)
+    assert (line, column, message) == (12, 13, "a number of so many digits")
+    with pytest.raises(ConfigError):
+        load(profile)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "most"),
+    [
+        ("cache", "context_tokens", 1 << 24),
+        ("cache", "pool_tokens", 1 << 32),
+        ("experts", "resident", 1 << 20),
+        ("experts", "spare_slots", 1 << 20),
+        ("model", "engram_cache_bytes", 1 << 50),
+    ],
+)
+def test_a_size_has_an_upper_limit(profile: Path, section: str, name: str, most: int) -> None:
+    key = SECTIONS[section][name]
+    assert list(faults_of(key, most)) == []
+    [fault] = faults_of(key, most + 1)
+    assert f"to {most}" in fault.message
+
+
+def test_every_number_has_an_upper_limit() -> None:
+    assert [key.dotted for key in KEYS if wanted(key.type).endswith("or more")] == []
+
+
 def test_nothing_but_missing_keys_in_an_empty_file(profile: Path) -> None:
     written(profile, "")
     assert errors(profile) == [(1, 1, f"missing key '{key.dotted}'") for key in KEYS if key.required]
@@ -194,9 +224,9 @@ def test_a_missing_key_points_at_its_section(profile: Path) -> None:
         ("tide = { seed = { x = 1 } }", "'tide.seed' must be a string, not a table"),
         ("[tide]\nseed = []", "'tide.seed' must be a string, not an empty array"),
         ("[tide]\nrecord = 1", "'tide.record' must be true or false, not the integer 1"),
-        ("[tide]\nmax_swaps = true", "'tide.max_swaps' must be an integer of 0 or more, not true"),
-        ("[tide]\nmax_swaps = 1.0", "'tide.max_swaps' must be an integer of 0 or more, not the number 1"),
-        ("[tide]\nprior_votes = inf", "'tide.prior_votes' must be a number of 0 or more, not the number inf"),
+        ("[tide]\nmax_swaps = true", "'tide.max_swaps' must be an integer from 0 to 1048576, not true"),
+        ("[tide]\nmax_swaps = 1.0", "'tide.max_swaps' must be an integer from 0 to 1048576, not the number 1"),
+        ("[tide]\nprior_votes = inf", "'tide.prior_votes' must be a number from 0 to 1000000, not the number inf"),
         ("[tide]\nfidelity = 1979-05-27", 'must be one of "fast", "balanced", "exact", not a date or time'),
         ("[parallel]\nheartbeat_s = 0", "'parallel.heartbeat_s' must be a number above 0 to 10, not the integer 0"),
         ("[parallel]\nhosts = 'a'", "must be an array of values, each a string that is not empty, not the string"),

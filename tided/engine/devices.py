@@ -53,8 +53,8 @@ def _hosts(parallel: Parallel) -> tuple[str, ...]:
 
 def needs(opened: "OpenedModel") -> list[Need]:
     """What a rank allocates by its settings, in bytes. Dense weights and what a step needs in passing come on top."""
-    settings, experts = opened.settings, opened.settings.experts
-    slots = experts.resident + experts.spare_slots + 1
+    settings, experts, tide = opened.settings, opened.settings.experts, opened.settings.tide
+    slots = experts.resident + experts.spare_slots + tide.hot_ring_slots + tide.sync_slots + 1
     context = opened.family.context_bytes(opened.checkpoint.config, settings)
     return [
         Need("experts", "experts.resident", slots * opened.record.slot_bytes),

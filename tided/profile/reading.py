@@ -2,6 +2,8 @@
 
 import difflib
 import os.path
+import re
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,8 @@ from tided.profile.rules import RULES, Values, faults_of, nearest
 from tided.profile.schema import KEYS, SECTIONS, Key
 
 MAX_BYTES = 1 << 20  # a profile is a page of text; anything larger is another file
+MAX_DIGITS = sys.get_int_max_str_digits()
+_LONG_NUMBER = re.compile(rf"[0-9](?:_?[0-9]){{{MAX_DIGITS},}}")
 
 
 class Reading(NamedTuple):
@@ -45,6 +49,8 @@ def read(path: Path) -> Reading:
         positions = locate(source.text)
     except tomli.TOMLDecodeError as error:
         return Reading(source, Positions({}, {}), {}, [_syntax(source, error)])
+    except ValueError:  # an integer longer than Python reads
+        return Reading(source, Positions({}, {}), {}, [_endless(source)])
     except RecursionError:
         problem = source.problem(Span(0, 0), "arrays or tables nested too deeply", rule="a profile has two levels")
         return Reading(source, Positions({}, {}), {}, [problem])
@@ -82,6 +88,12 @@ def _syntax(source: Source, error: tomli.TOMLDecodeError) -> Problem:
     return source.problem(
         Span(offset, offset + 1), error.msg[0].lower() + error.msg[1:], rule="TOML, see https://toml.io"
     )
+
+
+def _endless(source: Source) -> Problem:
+    found = _LONG_NUMBER.search(source.text)
+    span = Span(*found.span()) if found else Span(0, 0)
+    return source.problem(span, "a number of so many digits", rule=f"an integer has at most {MAX_DIGITS} digits")
 
 
 def _read_tables(reading: Reading, tables: dict[str, Any], base: Path) -> None:
