@@ -112,6 +112,38 @@ def test_wrong_usage_is_2_and_words_on_stderr(tidectl: Tidectl, arguments: list[
     assert "Traceback" not in ran.stderr
 
 
+def with_json(group: Any, *path: str) -> list[tuple[str, ...]]:
+    return [found for found, command in commands(group, *path) if any(p.name == "json" for p in command.params)]
+
+
+@pytest.mark.parametrize("path", with_json(typer.main.get_command(app)), ids=" ".join)
+def test_with_json_a_mistake_is_one_object_too(tidectl: Tidectl, path: tuple[str, ...]) -> None:
+    for arguments in (["--nonsense", "--json"], ["--json", "a", "b", "c"]):
+        ran = tidectl(*path, *arguments)
+        told = json.loads(ran.stdout)
+        assert (told["schema"], set(told["error"])) == ("tidectl.error/1", {"what", "where", "hint", "exit_code"})
+        assert (ran.exit_code, told["error"]["exit_code"]) == (2, 2)
+        assert told["error"]["what"] in ran.stderr
+
+
+def test_with_json_a_failure_is_one_object_too(tidectl: Tidectl, tmp_path: Path) -> None:
+    ran = tidectl("start", "mini-depseek", "--json")
+    assert json.loads(ran.stdout) == {
+        "schema": "tidectl.error/1",
+        "error": {
+            "what": "no profile 'mini-depseek': neither a file nor a bundled name",
+            "where": "",
+            "hint": "did you mean 'mini-deepseek'?",
+            "exit_code": 2,
+        },
+    }
+    assert "error: no profile" in ran.stderr
+    (tmp_path / "a.toml").write_text("x = 1")
+    failed = json.loads(tidectl("restart", str(tmp_path / "a.toml"), "--json").stdout)["error"]
+    assert (failed["exit_code"], "a.toml:1:1: error: unknown key 'x'" in failed["what"]) == (78, True)
+    assert json.loads(tidectl("stop", "--json").stdout)["error"]["exit_code"] == 3
+
+
 # profile
 
 
@@ -345,8 +377,9 @@ def test_an_interrupted_command_exits_with_130(tidectl: Tidectl, monkeypatch: py
 
     monkeypatch.setattr("tidectl.about.show", interrupted)
     ran = tidectl("version")
-    assert ran.exit_code == 130
+    assert (ran.exit_code, ran.stdout) == (130, "")
     assert "Traceback" not in ran.output
+    assert json.loads(tidectl("version", "--json").stdout)["error"]["exit_code"] == 130
 
 
 def test_no_logs_is_not_running(tidectl: Tidectl, state: Path) -> None:
