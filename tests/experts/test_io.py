@@ -196,6 +196,19 @@ def test_background_stays_at_one_through_a_whole_queue(gate):
     scheduler.close()
 
 
+def test_all_that_may_start_after_an_urgent_read_starts_at_once(gate):
+    scheduler = IoScheduler(gate, Depths(deep=4, background=3))
+    scheduler.set_mode("serve")
+    scheduler.submit(Priority.SYNC_HOT, 1, 0, room())
+    gate.wait_started(1)
+    for n in range(3):
+        scheduler.submit(Priority.ASYNC_HOT, 0, n, room())
+    gate.let(1, 0)
+    gate.wait_started(4)
+    gate.open()
+    scheduler.close()
+
+
 def test_counters_tell_the_class_that_was_asked_for(scheduler, gate):
     gate.open()
     for priority in (Priority.ASYNC_HOT, Priority.SWAP, Priority.SWAP):
