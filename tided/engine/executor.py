@@ -77,6 +77,8 @@ class Executor:
     def _admit(self, admission: Admission) -> None:
         if admission.lane in self.lanes:
             raise PairError(f"lane {admission.lane} was given away twice")
+        if self.urgent is not None:
+            self.urgent.open(admission.lane, admission.request.fidelity)
         self.lanes[admission.lane] = Lane(admission.request, self.model.open_lane(admission.lane))
 
     def _change(self, step: Step) -> None:

@@ -1,0 +1,199 @@
+"""What a request may ask for when experts are missing: `exact` answers are those of a model that holds every expert, at
+any budget, alone or beside others, on one rank or two."""
+
+import json
+
+import numpy as np
+import pytest
+from engine_fakes import FakePilot
+from msgspec.structs import replace
+from real_pair import GOLDEN, Served, opened
+
+from tided.engine.build import open_model
+from tided.engine.offline import first_pairs, settings_of
+from tided.engine.types import Request, Sampling
+from tided.errors import RequestError
+from tided.experts.fetch import UrgentReads
+from tided.settings import Cache, Engine, Experts, Parallel, Tide
+
+MINI = GOLDEN.parents[2] / "minis" / "deepseek"
+PROMPT = json.loads((GOLDEN / "inputs.json").read_text())["prompt_ids"]
+LEAST = 30  # top-3 of 10 layers
+
+
+def with_tide(model, **tide):
+    return type(model)(
+        replace(model.settings, tide=Tide(**tide)), model.checkpoint, model.family, model.shape, model.record
+    )
+
+
+def ask(name, fidelity="fast", begin=0, tokens=40, answer=12, **sampling) -> Request:
+    return Request(
+        request_id=name,
+        prompt_ids=PROMPT[begin : begin + tokens],
+        sampling=Sampling(**{"temperature": 0.0} | sampling),
+        max_tokens=answer,
+        stop_ids=(),
+        fidelity=fidelity,
+    )
+
+
+def traffic(fidelity) -> list[Request]:
+    """Five prompts of other lengths, greedy and drawn, two at a time."""
+    return [
+        ask("a", fidelity),
+        ask("b", fidelity, begin=30, tokens=17, temperature=1.0, seed=5),
+        ask("c", fidelity, begin=50, tokens=33),
+        ask("d", fidelity, begin=7, tokens=3, temperature=0.8, seed=9),
+        ask("e", fidelity, begin=20, tokens=64, temperature=1.0, seed=1),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Every expert resident."""
+    served = Served(opened(numerics="native"), traffic("fast"))
+    return {name: served.tokens(name) for name in "abcde"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("resident", "slots"), [(LEAST, 1), (LEAST, 8), (45, 3), (60, 8)])
+def test_exact_is_all_resident_token_for_token(whole, ranks, resident, slots):
+    model = with_tide(opened(ranks, resident=resident, numerics="native"), sync_slots=slots)
+    served = Served(model, traffic("exact"))
+    assert served.faults == []
+    assert {name: served.tokens(name) for name in "abcde"} == whole
+    for name in "abcde":
+        stats = served.stats(name)
+        assert stats["substituted_weight_share"] == 0
+        for phase in ("prefill", "decode"):
+            assert stats[phase]["missed_picks"] == stats[phase]["classes"]["read"] > 0
+    states = {rank.executor.urgent.state() for rank in served.ranks}
+    assert len(states) == 1
+    for rank in served.ranks:
+        rank.executor.urgent.check()
+
+
+def test_without_exact_the_answers_differ(whole):
+    served = Served(opened(resident=LEAST, numerics="native"), traffic("fast"))
+    assert {name: served.tokens(name) for name in "abcde"} != whole
+
+
+def test_lanes_of_every_class_share_a_step_and_none_sees_the_other(whole):
+    """The fast answer is the one it gets alone, the exact one that of all experts, whoever is beside them."""
+    few = opened(resident=45, numerics="native", lanes=3)
+    fast = ask("f", begin=60, temperature=0.7, seed=3)
+    alone = Served(few, [fast]).tokens("f")
+    served = Served(few, [ask("x", "balanced", begin=10, answer=20), ask("a", "exact"), fast])
+    assert served.tokens("a") == whole["a"]
+    assert served.tokens("f") == alone
+    assert (served.stats("f")["fidelity"], served.stats("f")["decode"]["classes"]["read"]) == ("fast", 0)
+    balanced = served.stats("x")["decode"]
+    assert 0 < balanced["classes"]["read"] < balanced["missed_picks"]
+    assert 0 < balanced["substituted_weight_share"] < balanced["missed_weight_share"]
+
+
+@pytest.mark.parametrize("reads", [0, 1, 3, 10])
+def test_balanced_reads_no_more_than_its_share_of_a_step_up_to_any_layer(reads, monkeypatch):
+    """Of the reads of a step, (l + 1) / L at most are spent up to layer l: early layers cannot take them all."""
+    spent: list[list[tuple[int, int]]] = []  # by step: (layer, reads so far)
+    begin, heaviest = UrgentReads.begin_step, UrgentReads._heaviest
+    monkeypatch.setattr(UrgentReads, "begin_step", lambda self, lanes: spent.append([]) or begin(self, lanes))
+
+    def counted(self, layer, routing, heavy):
+        chosen = heaviest(self, layer, routing, heavy)
+        spent[-1].append((layer, self._spent))
+        return chosen
+
+    monkeypatch.setattr(UrgentReads, "_heaviest", counted)
+    model = with_tide(opened(resident=LEAST), sync_reads=reads, sync_weight=0.0)
+    served = Served(model, [ask("x", "balanced")])
+    assert served.faults == []
+    steps = [step for step in spent if step]
+    assert steps
+    for layer, so_far in (entry for step in steps for entry in step):
+        assert so_far <= reads * (layer + 1) // 10
+    assert max(step[-1][1] for step in steps) == reads  # and all of them are spent when enough is missing
+    assert (served.stats("x")["read_before_use"]["reads"] > 0) == (reads > 0)
+
+
+def test_balanced_waits_for_heavy_misses_only():
+    read = {}
+    for weight in (0.0, 0.4, 1.0):
+        model = with_tide(opened(resident=45), sync_weight=weight, sync_reads=100)
+        read[weight] = Served(model, [ask("x", "balanced")]).stats("x")["read_before_use"]["reads"]
+    assert read[0.0] > read[0.4] > read[1.0] == 0
+
+
+def test_demand_is_what_the_router_wanted_whatever_was_read(whole):
+    """An exact answer votes as one from all experts does."""
+    counts = []
+    for model, fidelity in ((opened(numerics="native"), "fast"), (opened(resident=LEAST, numerics="native"), "exact")):
+        pilot = RememberingPilot(model)
+        Served(model, [ask("a", fidelity)], pilot)
+        counts.append(pilot.counts)
+    assert all((one == other).all() for one, other in zip(*counts, strict=True))
+
+
+class RememberingPilot(FakePilot):
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.shape, self.floor, self.pairs, self.counts = model.shape, model.shape.top_k, first_pairs(model), []
+
+    def scores(self):
+        return np.ones((self.shape.moe_layers, self.shape.experts_per_layer))
+
+    def boot_pairs(self):
+        return self.pairs
+
+    def prompt_done(self, counts, mass, totals, tokens, *, lane):
+        self.counts.append(counts)
+        return []
+
+    def request_done(self, counts, mass, totals, tokens, *, lane):
+        self.counts.append(counts)
+
+
+def test_without_slots_only_fast_is_served():
+    model = with_tide(opened(), sync_slots=0)
+    with pytest.raises(RequestError, match="fidelity exact is off here"):
+        Served(model, [ask("a", "exact")])
+    assert len(Served(model, [ask("a")]).tokens("a")) == 12
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_mini_model_is_exact_with_the_least_that_can_be_resident(ranks):
+    """4 of 48 experts a layer: 40 of 480."""
+    prompts = [[(7 * i * i + 13 * p) % 1000 + 5 for i in range(3 + 9 * p)] for p in range(5)]
+    requests = [
+        Request(
+            request_id=f"r{p}",
+            prompt_ids=ids,
+            sampling=Sampling(temperature=p % 2 * 1.0, seed=p),
+            max_tokens=10,
+            stop_ids=(),
+            fidelity="exact",
+        )
+        for p, ids in enumerate(prompts)
+    ]
+    answers = []
+    for resident, count in ((480, 1), (40, ranks)):
+        served = Served(mini(count, resident), requests)
+        assert served.faults == []
+        answers.append([served.tokens(request.request_id) for request in requests])
+    assert answers[0] == answers[1]
+    assert sum(served.stats(request.request_id)["experts"]["miss_picks"] for request in requests) > 1000
+
+
+def mini(ranks: int, resident: int):
+    settings = settings_of(MINI)
+    return open_model(
+        replace(
+            settings,
+            model=replace(settings.model, prefill_chunk_tokens=24),
+            experts=Experts(resident=resident, spare_slots=3),
+            cache=Cache(context_tokens=256, pool_tokens=512),
+            engine=Engine(lanes=2, guard_every_steps=4),
+            parallel=Parallel(ranks=ranks),
+        )
+    )
