@@ -17,7 +17,7 @@ MAX_CONFIG_BYTES = 1 << 20
 SCALE_GROUP = 32  # weights that share a scale: a rank's share is whole groups
 
 
-class _Text(msgspec.Struct, frozen=True):
+class Dimensions(msgspec.Struct, frozen=True):
     num_hidden_layers: int
     n_routed_experts: int
     num_experts_per_tok: int
@@ -34,7 +34,7 @@ class _Config(msgspec.Struct, frozen=True):
     """Every layer of this family routes."""
 
     model_type: Literal["deepseek_v41"]
-    text_config: _Text
+    text_config: Dimensions
 
 
 class _Fault(NamedTuple):
@@ -52,26 +52,27 @@ def refuse_misfit(settings: Settings, path: Path) -> None:
 
 def misfits(settings: Settings, path: Path) -> list[Problem]:
     """What of the profile at `path` the checkpoint cannot do; nothing where no checkpoint of a known family is."""
-    config = _read(Path(settings.model.path) / "config.json")
-    if config is None:
+    model = dimensions(Path(settings.model.path))
+    if model is None:
         return []
     reading, found = read(path), []
-    for fault in _faults(settings, config.text_config):
+    for fault in _faults(settings, model):
         section, name = fault.key.split(".")
         span = reading.positions.values.get((section, name)) or reading.span(fault.key)
         found.append(reading.source.problem(span, fault.message, rule=fault.rule))
     return found
 
 
-def _read(path: Path) -> _Config | None:
+def dimensions(checkpoint: Path) -> Dimensions | None:
+    """None where no checkpoint of a known family is."""
     try:
-        with path.open("rb") as file:
-            return msgspec.json.decode(file.read(MAX_CONFIG_BYTES), type=_Config)
+        with (checkpoint / "config.json").open("rb") as file:
+            return msgspec.json.decode(file.read(MAX_CONFIG_BYTES), type=_Config).text_config
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def _faults(settings: Settings, model: _Text) -> Iterator[_Fault]:
+def _faults(settings: Settings, model: Dimensions) -> Iterator[_Fault]:
     layers, experts, top_k = model.num_hidden_layers, model.n_routed_experts, model.num_experts_per_tok
     resident, floor = settings.experts.resident, settings.tide.floor_per_layer
     router = f"the checkpoint has {layers} layers of {experts} experts and picks {top_k} a token"
@@ -91,7 +92,7 @@ def _faults(settings: Settings, model: _Text) -> Iterator[_Fault]:
         yield _Fault("parallel.ranks", message, "a number of ranks that divides each of them")
 
 
-def _uneven(ranks: int, model: _Text) -> list[str]:
+def _uneven(ranks: int, model: Dimensions) -> list[str]:
     """The dimensions that cannot be cut into equal shares of whole units."""
     shared = {
         "num_attention_heads": (model.num_attention_heads, 1),

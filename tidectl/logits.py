@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from tidectl.fits import dimensions
 from tidectl.output import emit, say
 from tidectl.waiting import Item, Show, waiting
 from tided.errors import DataError, PermissionError_, UnavailableError, UsageError
@@ -25,9 +26,10 @@ class Options(NamedTuple):
 def run(
     profile: Path | None, checkpoint: Path | None, tokens: Path, out: Path, options: Options, as_json: bool
 ) -> None:
-    """Computes first and writes last: a failure leaves no file behind."""
+    """Judges first, before torch is imported, and writes last: a failure leaves no file behind."""
     target = _target(profile, checkpoint)
     ids = read_ids(tokens)
+    check_ids(ids, target if isinstance(target, Path) else Path(target.model.path), tokens)
     if options.decode > len(ids):
         raise UsageError(f"--decode {options.decode} of only {len(ids)} tokens")
     if not out.absolute().parent.is_dir():
@@ -41,8 +43,11 @@ def run(
 
 def _target(profile: Path | None, checkpoint: Path | None) -> Settings | Path:
     from tided.profile import load, refuse_missing, refuse_unread
+    from tided.profile.start import checkpoint_fault
 
     if checkpoint is not None and profile is None:
+        if fault := checkpoint_fault(checkpoint):
+            raise DataError(fault, hint="--checkpoint names a directory with config.json and *.safetensors")
         return checkpoint
     if profile is None or checkpoint is not None:
         raise UsageError("name either a profile or a checkpoint", hint="tidectl logits PROFILE ... | --checkpoint DIR")
@@ -77,7 +82,7 @@ def _engine_logits(target: Settings | Path, ids: list[int], out: Path, options: 
 
 
 def read_ids(path: Path) -> list[int]:
-    """An array of token ids. Their upper limit is the model's vocabulary, which the engine knows."""
+    """An array of token ids; their upper limit is the model's vocabulary."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_TOKENS_FILE_BYTES + 1)
@@ -98,3 +103,19 @@ def read_ids(path: Path) -> list[int]:
         if type(value) is not int or value < 0:  # JSON's true is an int to isinstance
             raise DataError(f"element {index} is no token id: {json.dumps(value)[:40]}", where=str(path), hint=hint)
     return ids
+
+
+def check_ids(ids: list[int], checkpoint: Path, tokens: Path) -> None:
+    """By the checkpoint's config.json; what it does not tell is left to the engine."""
+    model = dimensions(checkpoint)
+    if model is None:
+        return
+    if len(ids) > model.max_position_embeddings:
+        raise DataError(f"{len(ids)} tokens: the model reaches {model.max_position_embeddings}", where=str(tokens))
+    for index, token in enumerate(ids):
+        if token >= model.vocab_size:
+            raise DataError(
+                f"element {index} is no token id: {token}",
+                where=str(tokens),
+                hint=f"the model's vocabulary has {model.vocab_size} tokens",
+            )

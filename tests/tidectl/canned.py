@@ -15,6 +15,19 @@ STATS = {
     "substituted_weight_share": 0.0321,
     "experts": {"resident": 312, "total": 480},
 }
+# Of a config.json: what is judged without torch.
+MODEL = {
+    "num_hidden_layers": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "moe_intermediate_size": 64,
+    "hidden_size": 128,
+    "vocab_size": 256,
+}
 USAGE = {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 
-from tests.tidectl.canned import Tidectl
+from tests.tidectl.canned import MODEL, Tidectl
 from tidectl import logits, profiles, state, waiting
 from tidectl.main import app
 from tided.errors import NotRunningError, PermissionError_, UnavailableError
@@ -227,6 +227,15 @@ class Offline(types.ModuleType):
 
 
 @pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    path = tmp_path / "c"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "deepseek_v41", "text_config": MODEL}))
+    (path / "a.safetensors").write_text("")
+    return str(path)
+
+
+@pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> Offline:
     fake = Offline()
     monkeypatch.setitem(sys.modules, "tided.engine.offline", fake)
@@ -237,18 +246,18 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Offline:
 
 
 def test_logits_of_a_checkpoint(
-    tidectl: Tidectl, tmp_path: Path, offline: Offline, monkeypatch: pytest.MonkeyPatch
+    tidectl: Tidectl, tmp_path: Path, checkpoint: str, offline: Offline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "LINE_EVERY_S", 0)
     tokens, out = tmp_path / "ids.json", tmp_path / "x.safetensors"
     tokens.write_text("[3, 1, 2]")
     options = ["--chunk", "2", "--ranks", "2", "--resident", "9", "--decode", "1", "--numerics", "fp32"]
-    ran = tidectl("logits", "--checkpoint", "c", "--tokens", str(tokens), "--out", str(out), *options)
+    ran = tidectl("logits", "--checkpoint", checkpoint, "--tokens", str(tokens), "--out", str(out), *options)
     assert (ran.exit_code, ran.stdout) == (0, "")
     assert "experts 1 of 2" in ran.stderr
     assert f"{out}: logits [3 tokens, 32] in fp32" in ran.stderr
     asked = {"chunk": 2, "ranks": 2, "resident": 9, "decode": 1, "numerics": "fp32"}
-    assert offline.asked == (Path("c"), [3, 1, 2], asked)
+    assert offline.asked == (Path(checkpoint), [3, 1, 2], asked)
     assert out.read_text() == "(3, 32)"
 
 
@@ -284,28 +293,34 @@ def test_logits_of_a_profile(tidectl: Tidectl, tmp_path: Path, offline: Offline)
         ("[1.0]", "element 0 is no token id: 1.0"),
         ("[-1]", "element 0 is no token id: -1"),
         ("[" * 100_000, "not JSON"),
+        ("[0, 256]", "element 1 is no token id: 256\n  the model's vocabulary has 256 tokens"),
+        (str([0] * 65), "65 tokens: the model reaches 64"),
     ],
 )
-def test_a_token_file_that_is_none(tidectl: Tidectl, tmp_path: Path, offline: Offline, text: str, words: str) -> None:
+def test_a_token_file_that_is_none(
+    tidectl: Tidectl, tmp_path: Path, checkpoint: str, offline: Offline, text: str, words: str
+) -> None:
     tokens, out = tmp_path / "ids.json", tmp_path / "x.safetensors"
     tokens.write_text(text)
-    ran = tidectl("logits", "--checkpoint", "c", "--tokens", str(tokens), "--out", str(out))
+    ran = tidectl("logits", "--checkpoint", checkpoint, "--tokens", str(tokens), "--out", str(out))
     assert ran.exit_code == 65
     assert f"{tokens}: {words}" in ran.stderr
     assert not out.exists()
 
 
-def test_logits_refuses_before_it_computes(tidectl: Tidectl, tmp_path: Path, offline: Offline) -> None:
+def test_logits_refuses_before_it_computes(tidectl: Tidectl, tmp_path: Path, checkpoint: str, offline: Offline) -> None:
     tokens = tmp_path / "ids.json"
     tokens.write_text("[1, 2]")
-    common = ["logits", "--checkpoint", "c", "--tokens", str(tokens), "--out"]
+    common = ["logits", "--checkpoint", checkpoint, "--tokens", str(tokens), "--out"]
     assert tidectl(*common, str(tmp_path / "x"), "--decode", "3").exit_code == 2
     assert tidectl(*common, str(tmp_path / "no" / "x")).exit_code == 2
+    nowhere = tidectl("logits", "--checkpoint", "/nope", "--tokens", str(tokens), "--out", str(tmp_path / "x"))
+    assert (nowhere.exit_code, "there is no checkpoint at /nope\n  --checkpoint" in nowhere.stderr) == (65, True)
     assert offline.asked == ()
 
 
 def test_a_result_that_cannot_be_written(
-    tidectl: Tidectl, tmp_path: Path, offline: Offline, monkeypatch: pytest.MonkeyPatch
+    tidectl: Tidectl, tmp_path: Path, checkpoint: str, offline: Offline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = tmp_path / "ids.json"
     tokens.write_text("[1]")
@@ -314,7 +329,7 @@ def test_a_result_that_cannot_be_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(offline, "write_logits", full)
-    ran = tidectl("logits", "--checkpoint", "c", "--tokens", str(tokens), "--out", str(tmp_path / "x"))
+    ran = tidectl("logits", "--checkpoint", checkpoint, "--tokens", str(tokens), "--out", str(tmp_path / "x"))
     assert ran.exit_code == 69
     assert "No space left on device" in ran.stderr
 

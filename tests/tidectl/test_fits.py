@@ -6,21 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tidectl.canned import Tidectl
+from tests.tidectl.canned import MODEL, Tidectl
 from tests.tidectl.test_lifecycle import write_profile
-
-MODEL = {
-    "num_hidden_layers": 2,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "max_position_embeddings": 64,
-    "num_attention_heads": 4,
-    "o_groups": 2,
-    "o_lora_rank": 32,
-    "moe_intermediate_size": 64,
-    "hidden_size": 128,
-    "vocab_size": 256,
-}
 
 
 @pytest.fixture
