@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from kernels.record import ExpertRecord
-from packers.mxfp4 import Header, Pack, header_of
+from packers.mxfp4 import Header, Pack, checksum, header_of
 from packers.pack import pack
 from tided.errors import TideError, UnavailableError
 from tided.experts.io import Depths, IoScheduler, Priority, Ticket
@@ -111,6 +111,35 @@ def bare(path: Path, header: Header, depth: int, seconds: float) -> float:
     return next(done) * header.record_bytes / (time.perf_counter() - began_s) / 1e9
 
 
+class NoDisk:
+    """A source whose reads take no time."""
+
+    def read(self, layer: int, expert: int, out: memoryview) -> None:
+        pass
+
+
+def scheduler_us(depth: int, reads: int = 5000) -> float:
+    """What asking, queueing, a thread's turn and waiting take of a read."""
+    io, room, running = IoScheduler(NoDisk(), Depths(depth, depth)), memoryview(bytearray(1)), deque[Ticket]()
+    began_s = time.perf_counter()
+    for _ in range(reads):
+        if len(running) >= AHEAD * depth:
+            running.popleft().wait(WAIT_S)
+        running.append(io.submit(Priority.SWAP, 0, 0, room))
+    for ticket in running:
+        ticket.wait(WAIT_S)
+    io.close()
+    return (time.perf_counter() - began_s) / reads * 1e6
+
+
+def checksum_ms(nbytes: int, times: int = 50) -> float:
+    rooms = [memoryview(secrets.token_bytes(nbytes)) for _ in range(8)]  # together larger than most caches
+    began_s = time.perf_counter()
+    for number in range(times):
+        checksum(rooms[number % len(rooms)])
+    return (time.perf_counter() - began_s) / times * 1e3
+
+
 def compare(path: Path, options: argparse.Namespace) -> None:
     header = Pack.open(path).header
     name, other = ("fio", fio) if shutil.which("fio") else ("preadv", bare)
@@ -124,6 +153,9 @@ def compare(path: Path, options: argparse.Namespace) -> None:
         cells = [statistics.median(mine), statistics.median(theirs)]
         spread = [statistics.median(shares), min(shares), max(shares)]
         print(f"| {depth} | " + " | ".join([*(f"{c:.2f}" for c in cells), *(f"{s:.1%}" for s in spread)]) + " |")
+    alone = ", ".join(f"{scheduler_us(depth):.0f} us at {depth}" for depth in options.depth)
+    print(f"\nThe scheduler alone takes of a read: {alone} in flight.")
+    print(f"A record's checksum takes {checksum_ms(header.record_bytes):.2f} ms.")
 
 
 def _round(
