@@ -126,7 +126,8 @@ def lfu(policy: Demanded) -> Floats:
 def lfru(policy: Demanded) -> Floats:
     """Two halves: the recently used are safe, and of the others the least used goes. A use lifts into the first."""
     present = policy.last_use[policy.present]
-    safe = policy.last_use > np.partition(present, len(present) // 2)[len(present) // 2]
+    half = len(present) // 2 - 1
+    safe = policy.last_use > np.partition(present, half)[half]
     kept: Floats = policy.uses + 1e9 * safe
     return kept
 
