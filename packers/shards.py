@@ -77,14 +77,14 @@ class Checkpoint:
         missing = [shown(name) for name in sorted(expected.keys() - self.tensors.keys())]
         extra = [shown(name) for name in sorted(self.tensors.keys() - expected.keys())]
         misshapen = [
-            f"{shown(name)} (is {found.dtype} {list(found.shape)}, must be {expected[name]})"
+            f"{shown(name)} (is {found.dtype} {list(found.shape)}, must be {expected[name]}) in {found.path.name}"
             for name, found in sorted(self.tensors.items())
             if name in expected and not expected[name].fits(found)
         ]
         kinds = (("missing", missing), ("not known to this model", extra), ("of a wrong dtype or shape", misshapen))
         faults = [f"{len(names)} {kind}: {_first(names)}" for kind, names in kinds if names]
         if faults:
-            raise TensorError("tensors " + "; ".join(faults), where=str(self.path), hint=REQUIRE_HINT)
+            raise TensorError(f"tensors: {'; '.join(faults)}", where=str(self.path), hint=REQUIRE_HINT)
 
     def read(self, name: str) -> "torch.Tensor":
         """The tensor in its own dtype and shape, on CPU: a view of the mapped file, no copy (except where a file lays a

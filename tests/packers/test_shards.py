@@ -260,8 +260,8 @@ def test_a_model_gets_exactly_the_tensors_it_expects(tmp_path):
     text = str(caught.value)
     assert "1 missing: zero" in text
     assert "1 not known to this model: three" in text
-    assert "one (is U8 [4], must be I8 [4])" in text
-    assert "two (is F32 [2, 1], must be F32 [1, 2])" in text
+    assert "2 of a wrong dtype or shape: one (is U8 [4], must be I8 [4]) in " in text
+    assert "two (is F32 [2, 1], must be F32 [1, 2]) in a.safetensors" in text
 
 
 def test_long_lists_of_missing_tensors_are_counted(tmp_path):
