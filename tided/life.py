@@ -128,7 +128,13 @@ class Daemon:
 
     async def _start_heartbeats(self, session: str, keys: Keys) -> None:
         self._heartbeats = Heartbeats(
-            self._settings, self._rank, keys, session, lambda: self._engine.seq if self._engine else 0, self._conclude
+            self._settings,
+            self._rank,
+            keys,
+            session,
+            lambda: self._engine.seq if self._engine else 0,
+            self._conclude,
+            self._stop.set,
         )
         self._heartbeats.start()
 
@@ -161,28 +167,27 @@ class Daemon:
             self._outcome.set_result(error)
 
     async def _stop_in_order(self) -> None:
-        """Rank 0 lets running requests finish and takes the others along; they wait for it."""
-        drain_s = self._settings.server.drain_s
+        """Rank 0 lets running requests finish and takes the others along; they wait for it, or for its silence, which
+        the heartbeats judge. A rank that still loads has nothing to finish: it ends, and so do the others."""
         self._notifier.stopping()
         if self._engine is None:
             if self._heartbeats is not None:
-                await self._heartbeats.fault("it was asked to stop while it was loading")
+                await self._heartbeats.stop(f"rank {self._rank} was asked to stop while it was loading")
             return
-        self._show("draining", f"at most {drain_s:g} s")
         if self._front is None or self._leader is None:
-            await self._engine_ends(drain_s + ENGINE_END_S, "asked to stop, but rank 0 goes on")
+            self._show("draining", "until rank 0 has finished")
+            await asyncio.wait((self._outcome,))
             return
+        drain_s = self._settings.server.drain_s
+        self._show("draining", f"at most {drain_s:g} s")
         await self._or_outcome(self._front.client.drain(drain_s))
         if self._outcome.done():
             return
         if self._heartbeats is not None:
             await self._heartbeats.stop("rank 0 was asked to stop")
         self._leader.close("stopped")
-        await self._engine_ends(ENGINE_END_S, "the engine does not end")
-
-    async def _engine_ends(self, timeout_s: float, otherwise: str) -> None:
-        await asyncio.wait((self._outcome,), timeout=timeout_s)
-        self._conclude(PairError(otherwise))
+        await asyncio.wait((self._outcome,), timeout=ENGINE_END_S)
+        self._conclude(PairError("the engine does not end"))
 
     async def _or_outcome(self, work: Awaitable[None]) -> None:
         """Waits for the work, or for the end of the rank if that comes first."""

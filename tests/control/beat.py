@@ -17,7 +17,7 @@ from tided.settings import Settings
 
 async def beat(rank, settings, keys):
     over = asyncio.get_running_loop().create_future()
-    beats = Heartbeats(settings, rank, keys, "session", lambda: 7 + rank, over.set_result)
+    beats = Heartbeats(settings, rank, keys, "session", lambda: 7 + rank, over.set_result, lambda: None)
     beats.start()
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

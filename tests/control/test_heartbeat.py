@@ -88,9 +88,12 @@ class Beats:
     def __init__(self, keys, **parallel):
         self.settings, self.keys = make_settings(2, **parallel), keys
         self.failure = asyncio.get_running_loop().create_future()
+        self.stopped = asyncio.Event()
 
     def rank(self, rank, session="s", on_failure=None):
-        return Heartbeats(self.settings, rank, self.keys, session, lambda: 3, on_failure or self.failure.set_result)
+        return Heartbeats(
+            self.settings, rank, self.keys, session, lambda: 3, on_failure or self.failure.set_result, self.stopped.set
+        )
 
 
 async def test_progress_of_the_peers_is_known(keys):
@@ -101,6 +104,23 @@ async def test_progress_of_the_peers_is_known(keys):
         while zero.peer_seq != {1: 3} or one.peer_seq != {0: 3}:
             await asyncio.sleep(0.01)
     await zero.stop("over"), await zero.close(), await one.close()
+    assert not beats.failure.done()
+
+
+@pytest.mark.parametrize("speaker", [0, 1])
+async def test_a_stop_of_any_rank_is_passed_on_and_is_no_failure(keys, speaker):
+    beats = Beats(keys, peer_timeout_s=0.6)
+    ranks = [beats.rank(0), beats.rank(1)]
+    for rank in ranks:
+        rank.start()
+    async with asyncio.timeout(10):
+        while not all(all(rank.peer_seq.values()) for rank in ranks):
+            await asyncio.sleep(0.01)
+        await ranks[speaker].stop("it was asked to stop")
+        await ranks[speaker].close()  # the news that it is gone come at the same time
+        await beats.stopped.wait()
+    await asyncio.sleep(1.0)  # by now its silence would have been called a failure
+    await ranks[1 - speaker].close()
     assert not beats.failure.done()
 
 
@@ -136,7 +156,7 @@ async def test_a_watch_that_breaks_is_a_failure(keys):
     def broken():
         raise ValueError("no engine")
 
-    zero = Heartbeats(beats.settings, 0, keys, "s", broken, beats.failure.set_result)
+    zero = Heartbeats(beats.settings, 0, keys, "s", broken, beats.failure.set_result, beats.stopped.set)
     zero.start()
     assert "no engine" in str(await asyncio.wait_for(beats.failure, 10))
     await zero.close()

@@ -1,5 +1,6 @@
-"""The real `tided` with an engine that fails at a step, told by the file `failure-N` in the state directory.
+"""The real `tided` that fails as the file `failure-N` in the state directory says.
 
+load 0            loading never ends
 hang SEQ          the step is never finished
 raise SEQ WORDS   it raises"""
 
@@ -7,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tided import daemon
+from tided import boot, daemon
 from tided.engine.executor import Executor
 
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
@@ -24,5 +25,7 @@ if file.exists():
         return execute(self, step)
 
     Executor.execute = fail
+    if verb == "load":
+        boot.build_rank = lambda *_: time.sleep(600)
 
 sys.exit(daemon.main())

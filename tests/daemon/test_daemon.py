@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from tests.control.conftest import make_settings
 from tests.daemon.helpers import until, write_profile
 from tests.daemon.tiny import profile_text
-from tided import boot
+from tided import boot, life
 from tided.control.progress import Progress
 from tided.control.state import StateFile, read_rank
 from tided.engine.offline import settings_of
 from tided.errors import DataError, PairError, TideError, UnavailableError
 from tided.life import Daemon
-from tided.settings import Cache, Engine, Experts
+from tided.settings import Cache, Engine, Experts, Server
 
 
 class FakeEngine:
@@ -122,6 +122,29 @@ async def test_the_service_manager_is_told(make_daemon, tmp_path):
             heard.append((await asyncio.to_thread(manager.recv, 4096)).decode())
         release.set()
         assert await asyncio.wait_for(running, 10) is None
+
+
+async def test_a_follower_that_is_asked_to_stop_waits_for_rank_0_as_long_as_it_lives(
+    make_daemon, monkeypatch, tmp_path
+):
+    release = threading.Event()
+
+    def thread(side):
+        side.ready(FakeEngine())
+        release.wait(30)
+        side.ended(None)
+
+    monkeypatch.setattr(life, "ENGINE_END_S", 0.01)
+    rank = make_daemon(thread)
+    rank._settings = replace(rank._settings, server=Server(drain_s=0.0))  # rank 0's own affair
+    running = asyncio.create_task(rank.run())
+    while read_rank(tmp_path, 1).phase != "ready":
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    done, _ = await asyncio.wait((running,), timeout=0.5)
+    assert not done
+    release.set()
+    assert await asyncio.wait_for(running, 10) is None
 
 
 def test_an_engine_stalls_only_while_it_has_work():

@@ -17,7 +17,7 @@ PATCHED = (sys.executable, "-m", "tests.daemon.patched_rank")
 
 
 def fails(tmp_path, rank, words):
-    (tmp_path / "state").mkdir(mode=0o700)
+    (tmp_path / "state").mkdir(mode=0o700, exist_ok=True)
     (tmp_path / "state" / f"failure-{rank}").write_text(words)
 
 
@@ -76,6 +76,34 @@ def test_when_an_engine_hangs_while_its_loop_beats_on_the_client_is_told(checkpo
         assert {rank.rank: rank.exit_code for rank in last.ranks} == {0: 70, 1: 70}
         assert "engine makes no step" in pair.state(1).message
         assert "in fail" in pair.log(victim)  # where the engine stood
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_engine_that_fails_is_told_of_in_its_own_words_long_before_silence_counts(checkpoint, tmp_path, victim):
+    fails(tmp_path, victim, "raise 12 the disk is gone")
+    with running(profile_text(checkpoint), tmp_path, program=PATCHED, peer_timeout_s=60) as pair:
+        began_s = time.monotonic()
+        *_, failure, done = Stream(pair.url, max_tokens=900).events()
+        assert done == "[DONE]"
+        assert "step 12 failed: the disk is gone" in failure["error"]["message"]
+        last = pair.ended()
+        assert time.monotonic() - began_s < 30
+        assert {rank.rank: rank.exit_code for rank in last.ranks} == {0: 70, 1: 70}
+        assert f"rank {victim} ended: step 12 failed: the disk is gone" in pair.state(1 - victim).message
+
+
+@pytest.mark.parametrize("asked", [0, 1, None])
+def test_a_stop_while_ranks_load_is_no_failure_of_any(checkpoint, tmp_path, asked):
+    fails(tmp_path, 0, "load 0"), fails(tmp_path, 1, "load 0")
+    profile, port = write_profile(tmp_path, profile_text(checkpoint), peer_timeout_s=60)
+    with started(profile, tmp_path / "state", port, PATCHED) as pair:
+        until(lambda: all((state := pair.state(rank)) and state.message == "model" for rank in (0, 1)), 60)
+        if asked is None:
+            pair.handle.process.send_signal(signal.SIGTERM)
+        else:
+            pair.kill(asked, signal.SIGTERM)
+        assert [(rank.exit_code, rank.message) for rank in pair.ended().ranks] == [(0, ""), (0, "")]
+        assert [pair.state(rank).phase for rank in (0, 1)] == ["stopped", "stopped"]
 
 
 def test_when_rank_0_dies_the_others_end(checkpoint, tmp_path):

@@ -27,12 +27,14 @@ FAULT_CHARACTERS = 2000
 STOP_GRACE_S = 15.0
 
 OnFailure = Callable[[PairError], None]
+OnStop = Callable[[], None]
 
 
 class Heartbeats:
     """One rank's beats and its watch over its peers. Lives in the loop.
 
     `engine_seq` is asked at each beat; `on_failure` is called once, with the first failure, and watching ends.
+    `on_stop` is called when another rank says that the ranks end in order.
     `peer_seq` is the last step that each peer's engine reported."""
 
     def __init__(
@@ -43,11 +45,12 @@ class Heartbeats:
         session: str,
         engine_seq: Callable[[], int],
         on_failure: OnFailure,
+        on_stop: OnStop,
     ) -> None:
         parallel = settings.parallel
         self._interval_s, self._timeout_s = parallel.heartbeat_s, parallel.peer_timeout_s
         self._rank, self._session = rank, session
-        self._engine_seq, self._on_failure = engine_seq, on_failure
+        self._engine_seq, self._on_failure, self._on_stop = engine_seq, on_failure, on_stop
         self._context = zmq.asyncio.Context()
         self._connection_of: dict[int, bytes] = {}  # rank 0 only: followers that beat, and by which connection
         self._zap: AsyncioAuthenticator | None = None
@@ -82,11 +85,11 @@ class Heartbeats:
         await self._send(Fault(self._rank, message[:FAULT_CHARACTERS]))
 
     async def stop(self, reason: str) -> None:
-        """An orderly end, rank 0's word: what its peers no longer send from here on is no failure, nor is its own
-        silence one to them. The others never end before rank 0 does."""
+        """An orderly end: what the peers no longer send from here on is no failure, nor is this rank's own silence one
+        to them. Once they serve, rank 0 alone says it, and the others never end before it does; a rank that is stopped
+        while it loads says it too, and rank 0 passes it on by stopping."""
         await self._end_task()
-        if self._rank == 0:
-            await self._send(Stop(reason))
+        await self._send(Stop(reason))
 
     async def close(self) -> None:
         await self._end_task()
@@ -109,10 +112,13 @@ class Heartbeats:
         """A watch that fails by itself is a failure too: unwatched ranks would hang unseen."""
         try:
             while True:
-                await self._send(Heartbeat(self._rank, self._engine_seq(), self._session))
-                if not await self._listen_for(self._interval_s):
-                    await asyncio.sleep(STOP_GRACE_S)  # in which the engine hears the same, and this task is ended
-                    raise PairError("rank 0 stopped, and this rank's engine did not")
+                gone = await self._send(Heartbeat(self._rank, self._engine_seq(), self._session))
+                if not await self._listen_for(0.0 if gone else self._interval_s):
+                    self._on_stop()
+                    await asyncio.sleep(STOP_GRACE_S)  # in which this rank ends too, and this task with it
+                    raise PairError("another rank stopped, and this rank's engine did not")
+                if gone:
+                    raise gone
                 self._check_silence()
         except Exception as error:
             failure = error if isinstance(error, PairError) else PairError(f"the heartbeats failed: {error!r}")
@@ -159,7 +165,7 @@ class Heartbeats:
             self._note(connection, message)
         elif isinstance(message, Fault):
             raise PairError(f"rank {message.rank} ended: {message.message}")
-        elif isinstance(message, Stop) and self._rank:
+        elif isinstance(message, Stop):
             return False
         else:
             raise _unexpected(message)
@@ -180,12 +186,14 @@ class Heartbeats:
             if now - heard > self._timeout_s:
                 raise PairError(f"rank {rank} is silent for {now - heard:.1f} s", hint="it hangs, or the link is down")
 
-    async def _send(self, message: ControlMessage) -> None:
+    async def _send(self, message: ControlMessage) -> PairError | None:
+        """Returns what a peer's absence means: its last words may wait to be read, and count for more."""
         payload = wire.encode(message)
         if self._rank:
             with suppress(zmq.Again):  # rank 0 reads nothing: its silence will tell
                 await self._socket.send(payload)
-            return
+            return None
+        gone = None
         for rank, connection in list(self._connection_of.items()):
             try:
                 await self._socket.send_multipart([connection, payload])
@@ -193,8 +201,8 @@ class Heartbeats:
                 pass
             except zmq.ZMQError:
                 del self._connection_of[rank]
-                if not isinstance(message, Fault | Stop):
-                    raise PairError(f"rank {rank} hung up") from None
+                gone = PairError(f"rank {rank} hung up")
+        return gone
 
 
 def _unexpected(message: ControlMessage) -> PairError:
