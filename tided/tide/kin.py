@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tided.tide.demand import Grid, RouterShape, per_layer
 
-REQUESTS = 48
+REQUESTS = 32
 ROUNDS = 12  # of expectation maximisation
 
 

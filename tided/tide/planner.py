@@ -6,6 +6,7 @@ of scores over the resident set, with at least `floor` residents in every layer.
 
 import heapq
 from collections.abc import Iterable
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import numpy.typing as npt
 Pair = tuple[int, int]  # (layer, expert)
 PairSwap = tuple[Pair, Pair]  # (leaves the resident set, takes its place)
 Scores = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 
 def check_budget(layers: int, experts: int, budget: int, floor: int) -> None:
@@ -29,6 +31,12 @@ def check_budget(layers: int, experts: int, budget: int, floor: int) -> None:
 
 def boot_set(scores: Scores, budget: int, floor: int) -> list[Pair]:
     """The best `floor` experts of each layer, then the best of all others, `budget` pairs in all, sorted."""
+    chosen = _best(scores, budget, floor)
+    return [(layer, expert) for layer, expert in np.argwhere(chosen).tolist()]
+
+
+def _best(scores: Scores, budget: int, floor: int) -> Mask:
+    """[layers, experts]: the set of `boot_set`."""
     layers, experts = _checked(scores).shape
     check_budget(layers, experts, budget, floor)
     chosen = np.zeros((layers, experts), dtype=bool)
@@ -37,7 +45,7 @@ def boot_set(scores: Scores, budget: int, floor: int) -> list[Pair]:
     ranking = np.argsort(-scores, axis=None, kind="stable")
     others = ranking[~chosen.ravel()[ranking]][: budget - layers * floor]
     chosen.ravel()[others] = True
-    return [(int(layer), int(expert)) for layer, expert in np.argwhere(chosen)]
+    return chosen
 
 
 def first_set(layers: int, experts: int, budget: int, floor: int) -> list[Pair]:
@@ -56,66 +64,70 @@ def swap_plan(scores: Scores, residents: Iterable[Pair], floor: int, max_swaps: 
     roles. The floor holds after every swap. Once a newcomer found nobody, later ones (less wanted) can only trade
     inside their own layers, which unlocks no other: one pass leaves nothing for a second, unless `max_swaps` cut it.
     """
-    resident = set(residents)
-    best = set(boot_set(scores, len(resident), floor))
+    layers, experts = _checked(scores).shape
+    pairs = np.fromiter(chain.from_iterable(residents), dtype=np.int64).reshape(-1, 2)
+    resident = np.zeros((layers, experts), dtype=bool)
+    resident[pairs[:, 0], pairs[:, 1]] = True
+    best = _best(scores, int(resident.sum()), floor)
     leavers = _Leavers(scores, resident, best, floor)
+    flat = scores.ravel()
+    newcomers = np.flatnonzero((best & ~resident).ravel())
     plan: list[PairSwap] = []
-    for newcomer in sorted(best - resident, key=lambda pair: (-scores[pair], pair)):
+    for newcomer in newcomers[np.argsort(-flat[newcomers], kind="stable")].tolist():
         if len(plan) >= max_swaps:
             break
-        leaver = leavers.cheapest(newcomer[0])
-        if leaver is not None and scores[newcomer] - scores[leaver] > min_gain:
-            leavers.swap(leaver, newcomer)
-            plan.append((leaver, newcomer))
+        leaver = leavers.cheapest(newcomer // experts)
+        if leaver is not None and flat[newcomer] - flat[leaver] > min_gain:
+            leavers.swap(leaver, newcomer // experts)
+            plan.append((divmod(leaver, experts), divmod(newcomer, experts)))
     return plan
 
 
 class _Leavers:
-    """Residents outside the best set, by layer and score. `_open` holds the cheapest of each layer above its floor,
-    and some that have left since, which are thrown away when they come up."""
+    """Residents outside the best set, as layer * experts + expert, by layer and score. `_open` holds the cheapest of
+    each layer above its floor, and some that have left since, which are thrown away when they come up."""
 
-    def __init__(self, scores: Scores, resident: set[Pair], best: set[Pair], floor: int) -> None:
-        layers = scores.shape[0]
-        self._scores = scores
-        self._above_floor = [-floor] * layers
-        self._by_layer: list[list[Pair]] = [[] for _ in range(layers)]
-        for layer, _ in resident:
-            self._above_floor[layer] += 1
+    def __init__(self, scores: Scores, resident: Mask, best: Mask, floor: int) -> None:
+        layers, self._experts = scores.shape
+        self._scores = scores.ravel()
+        self._above_floor: list[int] = (resident.sum(axis=1) - floor).tolist()
         if min(self._above_floor) < 0:
             raise ValueError(f"a layer has fewer than {floor} residents already")
+        self._by_layer: list[list[int]] = [[] for _ in range(layers)]
         # The cheapest last; among equals the highest pair, which `boot_set` would have taken last.
-        for pair in sorted(resident - best, key=lambda pair: (-scores[pair], pair)):
-            self._by_layer[pair[0]].append(pair)
-        self._open: list[tuple[float, int, int]] = []
+        leavers = np.flatnonzero((resident & ~best).ravel())
+        for leaver in leavers[np.argsort(-self._scores[leavers], kind="stable")].tolist():
+            self._by_layer[leaver // self._experts].append(leaver)
+        self._open: list[tuple[float, int]] = []
         for layer in range(layers):
             self._offer(layer)
 
-    def cheapest(self, for_layer: int) -> Pair | None:
+    def cheapest(self, for_layer: int) -> int | None:
         own = self._by_layer[for_layer][-1] if self._by_layer[for_layer] else None
         other = self._cheapest_open()
         if own is None or other is None:
-            return own or other
+            return own if other is None else other
         return min(own, other, key=self._cost)
 
-    def swap(self, leaver: Pair, newcomer: Pair) -> None:
-        self._by_layer[leaver[0]].pop()
-        self._above_floor[leaver[0]] -= 1
-        self._above_floor[newcomer[0]] += 1
-        self._offer(leaver[0])
-        self._offer(newcomer[0])
+    def swap(self, leaver: int, to_layer: int) -> None:
+        layer = leaver // self._experts
+        self._by_layer[layer].pop()
+        self._above_floor[layer] -= 1
+        self._above_floor[to_layer] += 1
+        self._offer(layer)
+        self._offer(to_layer)
 
-    def _cost(self, pair: Pair) -> tuple[float, int, int]:
-        return (float(self._scores[pair]), -pair[0], -pair[1])
+    def _cost(self, pair: int) -> tuple[float, int]:
+        return (float(self._scores[pair]), -pair)
 
     def _offer(self, layer: int) -> None:
         if self._above_floor[layer] > 0 and self._by_layer[layer]:
             heapq.heappush(self._open, self._cost(self._by_layer[layer][-1]))
 
-    def _cheapest_open(self) -> Pair | None:
+    def _cheapest_open(self) -> int | None:
         while self._open:
-            _, layer, expert = self._open[0]
-            pair = (-layer, -expert)
-            if self._by_layer[pair[0]][-1:] == [pair]:
+            pair = -self._open[0][1]
+            if self._by_layer[pair // self._experts][-1:] == [pair]:
                 return pair
             heapq.heappop(self._open)
         return None
