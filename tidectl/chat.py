@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from tidectl import http
 from tidectl.answers import Answer, Screen, receive, tell_cost
 from tidectl.http import RequestFailed
 from tidectl.output import emit, report, say
+from tidectl.patience import waiting_is_told
 from tidectl.running import running_url
 from tided.errors import UnavailableError, UsageError
 
@@ -114,5 +116,11 @@ def _fetch(server: Server, messages: list[Message], options: Options, quiet: boo
     body, screen = _body(messages, options), Screen(quiet)
     if not options.stream:
         return receive([http.answer(*server, body)], screen, server.url)
-    with closing(http.stream(*server, body)) as parts:
-        return receive(parts, screen, server.url)
+    with closing(http.stream(*server, body)) as parts, waiting_is_told(server.url) as began:
+        return receive(_noted(parts, began), screen, server.url)
+
+
+def _noted(parts: Iterable[Any], began: Callable[[], None]) -> Iterator[Any]:
+    for part in parts:
+        began()
+        yield part

@@ -39,6 +39,7 @@ class Canned:
         self.body: Any = {}
         self.events: list[Any] | None = None
         self.cut = False
+        self.answers_when: Callable[[], object] = lambda: None  # returns when the answer may begin
         self.health: tuple[int, dict[str, Any]] = (200, {"status": "ok"})
         self.requests: list[tuple[str, dict[str, str], Any]] = []
         self.url = ""
@@ -67,6 +68,7 @@ def handler_of(canned: Canned) -> type[BaseHTTPRequestHandler]:
             if canned.events is None:
                 self._reply(canned.status, "application/json", json.dumps(canned.body).encode())
                 return
+            canned.answers_when()
             lines = [": ok\n\n", *(f"data: {json.dumps(event)}\n\n: keep-alive\n\n" for event in canned.events)]
             end = "" if canned.cut else "data: [DONE]\n\n"
             self._reply(canned.status, "text/event-stream", ("".join(lines) + end).encode())

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
 
 from tests.tidectl.canned import STATS, USAGE, Canned, Tidectl
-from tidectl import answers, chat, http
+from tidectl import answers, chat, http, patience
 from tidectl.answers import Screen
 from tided.errors import UsageError
 
@@ -130,6 +131,34 @@ def test_a_stream_that_ends_early_is_an_error(tidectl: Tidectl, server: Canned) 
     ran = tidectl("chat", "?", "--url", server.url)
     assert ran.exit_code == 70
     assert "ended before it was complete" in ran.stderr
+
+
+def test_waiting_for_a_lane_is_told_until_the_answer_begins(
+    tidectl: Tidectl, server: Canned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "EVERY_S", 0.01)
+    enough, queues = threading.Event(), iter([3, 3, 4, 1, 0])
+
+    def waiting(url: str) -> int:
+        assert url == server.url
+        queue = next(queues, None)
+        if queue is None:
+            enough.set()
+        return queue or 0
+
+    monkeypatch.setattr(patience, "_waiting", waiting)
+    server.answers_when, server.events = lambda: enough.wait(20), server.chunks({"content": "8"})
+    ran = tidectl("chat", "?", "--url", server.url)
+    assert ran.stdout == "8\n"
+    assert ran.stderr == f"waiting for a lane (2 before you)\nwaiting for a lane (0 before you)\n{LINE}\n"
+
+
+def test_how_many_wait_is_asked_of_the_server(server: Canned) -> None:
+    server.health = (200, {"queue": 3})
+    assert patience._waiting(server.url) == 3
+    server.health = (200, {"queue": "x"})
+    assert patience._waiting(server.url) == 0
+    assert patience._waiting("http://127.0.0.1:1") == 0
 
 
 def test_no_server_is_not_running(tidectl: Tidectl, server: Canned) -> None:

@@ -185,7 +185,7 @@ def test_a_rank_that_dies_at_start_is_told_with_its_log(
 
 def test_a_start_that_takes_too_long_goes_on(tidectl: Tidectl, profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_DAEMON", "1:hang")
-    ran = tidectl("start", str(profile), "--timeout", "1")
+    ran = tidectl("start", str(profile), "--timeout", "4")
     assert ran.exit_code == 69
     assert "rank 0 ready, rank 1 loading (experts: 3 of 8)\n" in ran.stderr
     status = tidectl("status")
