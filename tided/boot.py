@@ -24,7 +24,7 @@ import torch
 from tided import guard
 from tided.control.keys import Keys
 from tided.control.lockstep import Follower, Leader, Solo
-from tided.engine.build import OpenedModel, Rank, build_rank, open_model, scheduler_limits
+from tided.engine.build import OpenedModel, Rank, build_rank, open_model, open_source, scheduler_limits
 from tided.engine.core import Engine, FollowerEngine
 from tided.engine.dataplane import TorchGroup
 from tided.engine.devices import allocating, refuse_shortage, use_device
@@ -133,6 +133,7 @@ def _open(settings: Settings, rank: int, loop: LoopSide) -> OpenedModel:
     with _phase("checkpoint", loop):
         use_device(settings, rank)
         opened = open_model(settings)
+        open_source(opened, rank).close()  # a pack that is missing or another's is refused before the ranks meet
         refuse_shortage(opened, rank)
         return opened
 

@@ -109,7 +109,8 @@ class IoScheduler:
             if self._closed:
                 raise PairError("expert reads are over: the scheduler is closed")
             ticket._entry = self._queue.push(ticket, priority)
-            self._changed.notify()
+            if self._queue.startable:
+                self._changed.notify()
         return ticket
 
     def set_mode(self, mode: Mode) -> None:

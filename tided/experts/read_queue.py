@@ -17,7 +17,7 @@ from tided.errors import PairError
 Mode = Literal["boot", "serve"]
 T = TypeVar("T")
 
-MAX_QUEUED = 1024  # of one priority
+MAX_QUEUED = 1 << 15  # of one priority: more than there are experts, each of which has a slot to be read into
 
 
 class Priority(IntEnum):
