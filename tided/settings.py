@@ -73,8 +73,12 @@ class Experts(Section, frozen=True):
 
 class Tide(Section, frozen=True):
     sensitivity: Annotated[
-        Literal["off", "low", "medium", "high", "max"],
-        _doc("policy", "How fast the resident set follows new traffic: half-life of 40, 20, 10 or 5 requests."),
+        Literal["off", "low", "medium", "high", "max"] | Annotated[float, Meta(ge=0, lt=0.5)],
+        _doc(
+            "policy",
+            "How fast the resident set follows new traffic: half-life of 40, 20, 10 or 5 requests; or the newest "
+            'request\'s share of all votes, "high" is 0.067.',
+        ),
     ] = "high"
     prior_votes: Annotated[
         float, _doc("policy", "Weight of the seed against observed requests.", ge=0, le=1_000_000)
@@ -90,9 +94,18 @@ class Tide(Section, frozen=True):
         int, _doc("policy", "Shorter prompts cause no plan of their own.", ge=1, le=MOST_TOKENS)
     ] = 32
     record: Annotated[bool, _doc("policy", "Write demand to the history (off for benchmarks).")] = True
+    replan_chunk_tokens: Annotated[
+        int, _doc("policy", "Computed tokens of a longer prompt from which it is planned for; 0: off.", ge=0)
+    ] = 256
     replan_decode_tokens: Annotated[
-        int, _doc("policy", "Generated tokens between plans; 0: off.", ge=0, built=False)
-    ] = 0
+        int, _doc("policy", "Generated tokens of an answer between plans; 0: off.", ge=0)
+    ] = 200
+    urgent_miss_rate: Annotated[
+        float,
+        _doc("policy", "Share of an answer's newest picks missed that causes a plan at once; 1: off.", ge=0, le=1),
+    ] = 0.1
+    urgent_gap_tokens: Annotated[int, _doc("policy", "Generated tokens between urgent plans.", ge=0)] = 150
+    urgent_swaps: Annotated[int, _doc("policy", "Most swaps of an urgent plan.", ge=0)] = 64
     hot_ring_slots: Annotated[
         int, _doc("numbers", "Slots for hot reads, on top of the residents.", ge=0, le=MOST_SLOTS)
     ] = 0

@@ -236,6 +236,12 @@ class FakePilot:
         self.told: list[tuple[str, int]] = []
         self.published: list = []
 
+    def chunk_done(self, tokens, chunks_left, demand, *, lane):
+        return []
+
+    def step_done(self, answers, demand, moving):
+        return None
+
     def prompt_done(self, counts, mass, totals, tokens, *, lane):
         self.told.append(("prompt", int(counts.sum())))
         swaps, self.prompt = self.prompt, []

@@ -104,10 +104,12 @@ FILE:21:2: error: unknown section 'serve'
     = rule: the sections are model, experts, cache, tide, engine, parallel, server
     = help: did you mean 'server'?
 
-FILE:25:15: error: 'tide.sensitivity' must be one of "off", "low", "medium", "high", "max", not the string "hihg"
+FILE:25:15: error: 'tide.sensitivity' must be one of "off", "low", "medium", "high", "max", \
+or a number from 0 to below 0.5, not the string "hihg"
  25 | sensitivity = "hihg"
     |               ^^^^^^
-    = rule: tide.sensitivity: How fast the resident set follows new traffic: half-life of 40, 20, 10 or 5 requests.
+    = rule: tide.sensitivity: How fast the resident set follows new traffic: half-life of 40, 20, 10 or 5 requests; \
+or the newest request's share of all votes, "high" is 0.067.
     = help: did you mean 'high'?
 
 FILE:26:15: error: 'tide.prior_votes' must be a number from 0 to 1000000, not the number nan

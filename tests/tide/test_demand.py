@@ -14,6 +14,7 @@ from tided.tide.demand import (
     blended,
     joined,
     observed_weight,
+    sensitivity_of,
     vote_of,
 )
 
@@ -118,3 +119,23 @@ def test_values_that_are_no_demand_are_refused(bad):
             vote_of(counts, mass, SHAPE)
     with pytest.raises(ValueError, match=r"counts is \[4, 2\], must be \[2, 4\]"):
         vote_of(right.T, right, SHAPE)
+
+
+@pytest.mark.parametrize("level", ["low", "medium", "high", "max"])
+def test_a_share_is_the_level_whose_newest_vote_has_it(level):
+    known = SENSITIVITY[level]
+    share = sensitivity_of(1.0 - known.decay)
+    assert share.half_life == pytest.approx(known.half_life)
+    assert share.gate == pytest.approx(known.gate, rel=0.06)
+    assert sensitivity_of(level) is known
+
+
+def test_the_gate_of_a_share_has_limits_and_no_share_is_off():
+    assert sensitivity_of(0.4).gate == 0.005
+    assert sensitivity_of(0.0001).gate == 0.2
+    assert sensitivity_of(0.25).decay == pytest.approx(0.75)
+    assert sensitivity_of(0.0) == SENSITIVITY["off"]
+    assert not sensitivity_of(0.0).adapts
+    for wrong in (0.5, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="share"):
+            sensitivity_of(wrong)

@@ -8,9 +8,9 @@ import pytest
 
 from tided.errors import ConfigError, PairError
 from tided.settings import Tide
-from tided.tide.demand import RouterShape
+from tided.tide.demand import RouterShape, blended
 from tided.tide.history import History
-from tided.tide.pilot import Pilot
+from tided.tide.pilot import Pilot, Planned
 from tided.tide.planner import boot_set, first_set
 from tided.tide.seed import Seed, load_seed
 
@@ -238,6 +238,242 @@ def test_a_plan_applied_in_part_and_dropped_is_planned_again(tmp_path):
         tide.boot_pairs()
 
 
+# Moments inside a request
+
+
+class Talk:
+    """One request of a lane, whose demand grows as a tap's does until it is taken."""
+
+    def __init__(self, pilot: Pilot, lane: int = 0) -> None:
+        self.pilot, self.lane, self.tokens = pilot, lane, 0
+        self.sums = [np.zeros((SHAPE.layers, SHAPE.experts)), np.zeros((SHAPE.layers, SHAPE.experts)), np.zeros(4)]
+
+    def add(self, domain: Domain, tokens: int) -> None:
+        for total, more in zip(self.sums, domain.demand(tokens, self.pilot.residents), strict=True):
+            total += more
+        self.tokens += tokens
+
+    def demand(self, lane: int) -> list[np.ndarray]:
+        assert lane == self.lane
+        return self.sums
+
+    def chunk(self, domain: Domain, tokens: int, left: int) -> list:
+        self.add(domain, tokens)
+        return self.pilot.chunk_done(self.tokens, left, self.demand, lane=self.lane)
+
+    def end_prompt(self, domain: Domain, tokens: int) -> list:
+        self.add(domain, tokens)
+        plan = self.pilot.prompt_done(*self.sums, self.tokens, lane=self.lane)
+        self.__init__(self.pilot, self.lane)
+        return plan
+
+    def say(self, domain: Domain, tokens: int = 1) -> Planned | None:
+        self.add(domain, tokens)
+        return self.pilot.step_done({self.lane: (self.tokens, self.sums[2])}, self.demand)
+
+    def end(self) -> None:
+        self.pilot.request_done(*self.sums, self.tokens, lane=self.lane)
+
+
+def settled(tmp_path, domain: Domain, **settings) -> Pilot:
+    tide = pilot(tmp_path, **settings)
+    for _ in range(50):
+        request(tide, domain)
+    return tide
+
+
+def test_a_long_prompt_is_planned_for_between_its_chunks(tmp_path):
+    """A6, in the middle of the prompt: the plan holds what this prompt wants, and the rest of it misses less."""
+    tide, new = settled(tmp_path, Domain(1)), Domain(2)
+    talk = Talk(tide)
+    plan = talk.chunk(new, 512, left=7)
+    wanted = np.where(np.isin(range(48), [e for (layer, e) in tide.residents if layer == 0]), 0, new.likely[0])
+    assert (0, int(np.argmax(wanted))) in {in_ for _, in_ in plan}
+    before = coverage(tide, new)
+    tide.applied(plan)
+    assert coverage(tide, new) > before + 0.1
+    assert tide.history.demand.requests == 50, "a preview until the request ends"
+
+
+def test_a_prompt_is_planned_for_again_when_twice_as_much_of_it_is_known(tmp_path):
+    talk = Talk(settled(tmp_path, Domain(1), replan_chunk_tokens=256))
+    asked = [bool(talk.chunk(Domain(2), 128, left=40 - i)) for i in range(33)]
+    assert [128 * (i + 1) for i, was in enumerate(asked) if was] == [256, 512, 1024, 2048, 4096]
+
+
+@pytest.mark.parametrize(("left", "tokens", "every"), [(1, 512, 256), (0, 512, 256), (7, 255, 256), (7, 512, 0)])
+def test_a_prompt_that_is_nearly_over_or_hardly_begun_is_not_planned_for(tmp_path, left, tokens, every):
+    tide = settled(tmp_path, Domain(1), replan_chunk_tokens=every)
+
+    def untouched(lane):
+        raise AssertionError("the demand was asked for without need")
+
+    assert tide.chunk_done(tokens, left, untouched, lane=0) == []
+
+
+def test_a_long_prompt_of_a_known_topic_causes_no_plan(tmp_path):
+    domain = Domain(1)
+    tide = settled(tmp_path, domain)
+    assert Talk(tide).chunk(domain, 2048, left=5) == []
+
+
+def test_a_second_plan_follows_when_the_answer_goes_on_elsewhere(tmp_path):
+    tide = settled(tmp_path, Domain(1), replan_decode_tokens=100, urgent_miss_rate=1.0)
+    talk = Talk(tide)
+    tide.applied(talk.end_prompt(Domain(1), 200))
+    new, at = Domain(2), []
+    before = coverage(tide, new)
+    for i in range(300):
+        planned = talk.say(new)
+        if planned is not None:
+            assert planned.reason == "decode"
+            tide.applied(planned.swaps)
+            at.append((i + 1, len(planned.swaps)))
+    assert [token for token, _ in at] == [100, 200, 300][: len(at)]
+    assert at[0][1] > 0
+    assert coverage(tide, new) > before + 0.1
+
+
+def test_urgent_plans_fire_and_are_bounded(tmp_path):
+    tide = settled(tmp_path, Domain(1), urgent_swaps=5, replan_decode_tokens=0)
+    talk, new, plans = Talk(tide), Domain(2), []
+    talk.end_prompt(Domain(1), 200)
+    for i in range(400):
+        planned = talk.say(new)  # nothing is applied: it goes on missing
+        if planned is not None:
+            assert planned.reason == "urgent"
+            plans.append((i + 1, len(planned.swaps)))
+    assert plans == [(30, 5), (180, 5), (330, 5)]
+
+
+def test_a3_urgent_plans_have_swaps_left_after_ordinary_ones_spent_theirs(tmp_path):
+    tide = settled(tmp_path, Domain(1), max_swaps=3, urgent_swaps=9)
+    talk = Talk(tide)
+    plan = talk.end_prompt(Domain(2), 200)
+    assert len(plan) == 3
+    tide.applied(plan)
+    planned = next(filter(None, (talk.say(Domain(2)) for _ in range(60))))
+    assert (planned.reason, len(planned.swaps)) == ("urgent", 9)
+
+
+def test_a_plan_that_is_due_sees_what_all_lanes_ask_for(tmp_path):
+    tide = settled(tmp_path, Domain(1), replan_decode_tokens=64)
+    one, other = Talk(tide, 0), Talk(tide, 1)
+    for talk in (one, other):
+        talk.end_prompt(Domain(1), 40)
+    asked = []
+
+    def demand(lane):
+        asked.append(lane)
+        return (one, other)[lane].sums
+
+    news, planned = (Domain(2), Domain(3)), None
+    while planned is None:
+        one.add(news[0], 1)
+        other.add(news[1], 1)
+        planned = tide.step_done({talk.lane: (talk.tokens, talk.sums[2]) for talk in (one, other)}, demand)
+    assert asked == [0, 1]
+    came = {in_ for _, in_ in planned.swaps}
+    for new, rival in (news, news[::-1]):
+        liked = sorted(came, key=lambda pair: -new.likely[pair])[: len(came) // 4]
+        assert any(new.likely[pair] > 10 * rival.likely[pair] for pair in liked)
+
+
+def test_switched_off_no_moment_makes_a_plan(tmp_path):
+    tide = pilot(tmp_path, sensitivity="off", replan_decode_tokens=50)
+    talk = Talk(tide)
+    assert talk.chunk(Domain(2), 512, left=7) == []
+    assert talk.end_prompt(Domain(2), 100) == []
+    assert [talk.say(Domain(2)) for _ in range(200)] == [None] * 200
+    talk.end()
+    assert tide.idle_plan() == []
+    assert tide.history.demand.requests == 1
+
+
+def test_a_request_of_many_moments_is_one_vote(tmp_path):
+    """A4 and A1: each of them folds nothing; the request ages the history once."""
+    tide = pilot(tmp_path, replan_decode_tokens=20)
+    talk = Talk(tide)
+    talk.chunk(Domain(2), 512, left=5)
+    talk.chunk(Domain(2), 512, left=4)
+    talk.end_prompt(Domain(2), 100)
+    for _ in range(100):
+        talk.say(Domain(3))
+    talk.end()
+    assert tide.history.demand.requests == 1
+    assert tide.history.demand.mass.sum(axis=1) == pytest.approx(np.ones(SHAPE.layers))
+
+
+def test_a_prompt_cancelled_between_chunks_votes_once_and_is_forgotten(tmp_path):
+    tide = pilot(tmp_path)
+    talk = Talk(tide)
+    talk.chunk(Domain(2), 512, left=5)
+    talk.add(Domain(2), 100)
+    tide.request_done(*talk.sums, 0, lane=0)
+    assert tide.history.demand.requests == 1
+    assert tide.decode.picks == 0
+    np.testing.assert_allclose(tide.scores(), blended(tide.history.demand, None, tide.settings.prior_votes))
+
+
+def test_a5_a_warm_up_causes_no_plan(tmp_path):
+    tide = settled(tmp_path, Domain(1))
+    talk = Talk(tide)
+    talk.end_prompt(Domain(1), 200)
+    for _ in range(29):
+        talk.say(Domain(2))
+    tide.warmed_up()
+    assert [talk.say(Domain(1)) for _ in range(29)] == [None] * 29
+
+
+def test_an_answer_without_its_prompt_is_an_error(tmp_path):
+    talk = Talk(pilot(tmp_path))
+    with pytest.raises(PairError, match="its prompt was not told of"):
+        talk.say(Domain(1))
+
+
+def grids(*best: tuple[int, int]) -> np.ndarray:
+    """Demand for each layer's first experts, and more for `best`, the earlier the more."""
+    mass = np.ones((SHAPE.layers, SHAPE.experts))
+    for rank, pair in enumerate(best):
+        mass[pair] = 3.0 - 0.1 * rank
+    return mass
+
+
+def test_what_has_just_come_stays_a_while(tmp_path):
+    tide = pilot(tmp_path, budget=24, prior_votes=0.0)
+    came, rival = (0, 40), (0, 41)
+    mass = grids(came)
+    tide.request_done(mass, mass, np.zeros(4), 10, lane=0)
+    (swap,) = tide.idle_plan()
+    tide.applied([swap])
+    mass = grids(*[pair for pair in tide.residents if pair[0] == 0 and pair != came], rival)
+    mass[came] = 0.01
+    for _ in range(20):
+        tide.request_done(mass, mass, np.zeros(4), 3, lane=0)
+    assert came not in {out for out, _ in tide.idle_plan()}
+    tide.request_done(mass, mass, np.zeros(4), 4, lane=0)
+    assert came in {out for out, _ in tide.idle_plan()}, "64 tokens later"
+
+
+@pytest.mark.parametrize(("worth", "returns"), [(1.2, False), (1.3, True)])
+def test_what_has_just_left_comes_back_only_when_it_is_clearly_wanted(tmp_path, worth, returns):
+    tide = pilot(tmp_path, budget=24, prior_votes=0.0)
+    tide.applied([((0, 3), (0, 40))])
+
+    def plan(tokens):
+        mass = np.full((SHAPE.layers, SHAPE.experts), 0.001)
+        for pair in tide.residents:
+            mass[pair] = 1.0
+        mass[0, 3] = worth
+        for _ in range(30):
+            tide.request_done(mass, mass, np.zeros(4), 0, lane=0)
+        tide.request_done(mass, mass, np.zeros(4), tokens, lane=0)
+        return {in_ for _, in_ in tide.idle_plan()}
+
+    assert ((0, 3) in plan(100)) == returns
+    assert (0, 3) in plan(156), "256 tokens later it is a pair like any other"
+
+
 # Start
 
 
@@ -313,6 +549,7 @@ def test_a_budget_or_floor_that_cannot_be_is_a_configuration_error(tmp_path, bud
         ("floor_per_layer", 26),
         ("max_swaps", 2),
         ("min_prefill_tokens", 500),
+        ("sensitivity", 0.4),
     ],
 )
 def test_every_option_of_the_tide_changes_something_that_can_be_seen(tmp_path, name, value):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
-from tided.control.messages import Prefill, Step
+from tided.control.messages import Decode, Prefill, Step
 from tided.engine.executor import Demand, Executor, Outcome
 from tided.engine.motion import Motion, Moved
 from tided.engine.ports import PairSwap, Pilot
@@ -71,8 +71,12 @@ class Ledger:
             stats.chunk(step.work.count, seconds)
             if outcome.prompt_demand:
                 self._prompt_done(stats, step.work.lane, outcome.prompt_demand)
+            elif self._pilot:
+                self._chunk_done(self._pilot, stats, step.work)
         for lane, token in outcome.tokens:
             self._token(lane, token, now_s)
+        if isinstance(step.work, Decode) and self._pilot:
+            self._step_done(self._pilot, step.work.lanes)
 
     def cancel(self, request_id: str) -> None:
         """Of a request that ended meanwhile nothing is left to cancel."""
@@ -109,6 +113,23 @@ class Ledger:
             if self._motion.has_ring:
                 self._motion.hot.prompt_done(mass, lane)
             self._plan(self._pilot.prompt_done(counts, mass, totals, stats.prefilled_tokens, lane=lane), "prompt")
+
+    def _chunk_done(self, pilot: Pilot, stats: RequestStats, work: Prefill) -> None:
+        left = len(stats.request.prompt_ids) - work.start - work.count
+        chunks = -(-left // self._scheduler.limits.chunk_tokens)
+        self._plan(pilot.chunk_done(stats.prefilled_tokens, chunks, self._demand_so_far, lane=work.lane), "chunk")
+
+    def _step_done(self, pilot: Pilot, lanes: Sequence[int]) -> None:
+        """For the answers that go on."""
+        totals = self._executor.tap.totals.cpu().numpy()
+        running = [lane for lane in lanes if lane in self._scheduler.running]
+        answers = {lane: (self._stats(lane).decode_steps, totals[lane]) for lane in running}
+        planned = pilot.step_done(answers, self._demand_so_far, self._motion.planned > 0)
+        if planned is not None:
+            self._plan(planned.swaps, planned.reason)
+
+    def _demand_so_far(self, lane: int) -> tuple[Array, Array, Array]:
+        return on_host(self._executor.tap.peek(lane))
 
     def _plan(self, swaps: Sequence[PairSwap], reason: str) -> None:
         if swaps and self._pilot and self._motion.has_ring:

@@ -81,6 +81,11 @@ class Motion:
     def reading(self) -> int:
         return len(self._reading)
 
+    @property
+    def planned(self) -> int:
+        """Swaps of the newest plan that are still to be read."""
+        return len(self._planned)
+
     def take_plan(self, swaps: Sequence[PairSwap], reason: str) -> None:
         """The plan's swaps are read next, in order. It knows the set as published, and newer traffic: what is left of
         the plan before it is dropped, what is being read is not. An empty plan has nothing to say and drops nothing."""

@@ -1,6 +1,6 @@
 """What the engine asks of the rooms beside it: residents, the demand pilot, the link between ranks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tided.control.messages import Step, Stop
 from tided.experts.io import Priority, ReadCount
+from tided.tide.pilot import LaneDemand, Planned
 
 Pair = tuple[int, int]  # (layer, expert)
 Scores = NDArray[np.float64]
@@ -92,6 +93,14 @@ class Pilot(Protocol):
     def scores(self) -> Scores:
         """[layers, experts]: what a plan made now would be made from."""
         ...
+
+    def chunk_done(
+        self, tokens: int, chunks_left: int, demand: Callable[[int], LaneDemand], *, lane: int
+    ) -> Sequence[PairSwap]: ...
+
+    def step_done(
+        self, answers: Mapping[int, tuple[int, ArrayLike]], demand: Callable[[int], LaneDemand], moving: bool
+    ) -> Planned | None: ...
 
     def prompt_done(
         self, counts: ArrayLike, mass: ArrayLike, totals: ArrayLike, tokens: int, *, lane: int

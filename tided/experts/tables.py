@@ -143,6 +143,11 @@ class DemandTap:
             total.index_add_(0, where, weights.flatten())
         return total.view(layers, experts)
 
+    def peek(self, lane: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What `take` would give now, and nothing starts again. Views: they change with the next step."""
+        self.add_up()
+        return self._counts[lane], self._mass[lane], self._totals[lane]
+
     def take(self, lane: int) -> tuple[Tensor, Tensor, Tensor]:
         """The lane's counts, mass [layers, experts] and totals [8] so far; its buffers start again at zero."""
         self.add_up()

@@ -1,6 +1,7 @@
 """The keys that a profile may have, read from the types of `tided.settings`: nothing is written down twice."""
 
 import typing
+from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -61,6 +62,8 @@ def wanted(annotation: Any) -> str:
     """What a value of this type must be, in words: `an integer from 1 to 8192`."""
     base, limits = _unwrap(annotation)
     origin = typing.get_origin(base)
+    if origin is UnionType or origin is typing.Union:
+        return ", or ".join(wanted(part) for part in typing.get_args(base))
     if origin is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in typing.get_args(base))
     if origin is tuple:
@@ -74,7 +77,8 @@ def wanted(annotation: Any) -> str:
 
 def choices(annotation: Any) -> tuple[str, ...]:
     base, _ = _unwrap(annotation)
-    return typing.get_args(base) if typing.get_origin(base) is Literal else ()
+    parts = typing.get_args(base) if typing.get_origin(base) in (UnionType, typing.Union) else (base,)
+    return tuple(choice for part in parts if typing.get_origin(part) is Literal for choice in typing.get_args(part))
 
 
 def element_type(annotation: Any) -> Any:
@@ -94,7 +98,8 @@ def _range(limits: Meta | None) -> str:
     if limits is None:
         return ""
     low = f"from {limits.ge}" if limits.ge is not None else f"above {limits.gt}" if limits.gt is not None else ""
-    high = f"to {limits.le}" if limits.le is not None else f"below {limits.lt}" if limits.lt is not None else ""
+    below = f"{'to below' if low else 'below'} {limits.lt}" if limits.lt is not None else ""
+    high = f"to {limits.le}" if limits.le is not None else below
     if low.startswith("from") and not high:
         return f" of {limits.ge} or more"
     return "".join(f" {part}" for part in (low, high) if part)

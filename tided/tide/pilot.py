@@ -1,17 +1,23 @@
 """Rank 0's owner of demand and plans. The engine calls it at its moments; what it returns is applied on every rank.
 
     boot            -> boot_pairs()
+    chunk computed  -> chunk_done(): a long prompt is planned for while most of it is still to come
     prompt computed -> prompt_done(): the plan knows the prompt it follows, before one token of its answer
+    tokens drawn    -> step_done(): a plan every so many tokens of an answer ("decode"), and a small one at once when
+                       the newest tokens miss badly ("urgent")
     request ended   -> request_done(): prompt and answer become one vote of the history
     nothing to do   -> idle_plan(): at most one plan for each request
     swaps published -> applied(): a plan may be applied in portions, in its order, and be dropped for a newer one
+
+Every plan sees the history and what all lanes asked for so far. Who has just come stays for a while, and who has just
+left must be wanted more clearly to come back: else two experts of about equal worth are read in turns.
 
 Same calls, same history, same seed: same plans. Not thread-safe; once serving has begun, the engine's thread alone
 calls it.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +27,6 @@ import numpy.typing as npt
 from tided.errors import ConfigError, PairError
 from tided.settings import Tide
 from tided.tide.demand import (
-    SENSITIVITY,
     Demand,
     Grid,
     RouterShape,
@@ -29,15 +34,23 @@ from tided.tide.demand import (
     blended,
     joined,
     observed_weight,
+    sensitivity_of,
     vote_of,
 )
 from tided.tide.history import History
 from tided.tide.planner import Pair, PairSwap, boot_set, check_budget, first_set, swap_plan
 from tided.tide.seed import Seed
+from tided.tide.windows import Due, Windows
 
 log = logging.getLogger(__name__)
 
 MIN_GAIN = 0.005  # of the mean score: swaps that gain less are noise
+RESIDENCE_TOKENS = 64  # computed tokens for which a pair stays that was just read
+GHOST_TOKENS = 256  # computed tokens for which a pair that left has to be worth
+GHOST_MARGIN = 1.25  # so many times what it would replace
+
+# (counts, mass [layers, experts], totals [4 or more]) of a lane since they were last taken
+LaneDemand = tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
 
 
 @dataclass
@@ -63,9 +76,29 @@ class Picks:
         return self.missed / self.picks if self.picks else 0.0
 
 
-class _Prompt(NamedTuple):
-    vote: Vote
-    tokens: int
+class Planned(NamedTuple):
+    """`swaps` may be empty: the plan was due, and found nothing to gain."""
+
+    reason: Due
+    swaps: list[PairSwap]
+
+
+@dataclass
+class _Request:
+    """A lane's request, as far as it was told of. Token counts are of prompt and answer apart."""
+
+    prompt: Vote | None = None
+    prompt_tokens: int = 0
+    is_answering: bool = False
+    answer: Vote | None = None
+    answer_tokens: int = 0
+    next_chunk_tokens: int = 0  # of the prompt, computed, before it is planned for again
+
+    @property
+    def vote(self) -> Vote | None:
+        if self.prompt is None or self.answer is None:
+            return self.prompt
+        return joined(self.prompt, self.prompt_tokens, self.answer, self.answer_tokens)
 
 
 class Pilot:
@@ -74,11 +107,20 @@ class Pilot:
 
     def __init__(self, history: History, seed: Seed | None, settings: Tide, shape: RouterShape, budget: int) -> None:
         self.history, self.seed, self.settings, self.shape = history, seed, settings, shape
-        self.sensitivity = SENSITIVITY[settings.sensitivity]
+        self.sensitivity = sensitivity_of(settings.sensitivity)
         self.floor = settings.floor_per_layer or shape.top_k
         self.plan_version = 0  # portions of plans that were applied
         self.prefill, self.decode = Picks(), Picks()  # what was missed while prompts, and while answers, were computed
-        self._prompts: dict[int, _Prompt] = {}  # by lane, of requests whose vote is not folded yet
+        self._requests: dict[int, _Request] = {}  # by lane, those whose vote is not folded yet
+        self._windows = Windows(
+            settings.replan_decode_tokens,
+            self.sensitivity.gate,
+            settings.urgent_miss_rate,
+            settings.urgent_gap_tokens,
+        )
+        self._tokens = 0  # computed since the start: the clock of residence
+        self._came: dict[Pair, int] = {}
+        self._left: dict[Pair, int] = {}
         self._requests_since_plan = 0
         self._last = Picks()  # of the newest request that ended
         self._check(budget)
@@ -102,35 +144,92 @@ class Pilot:
                 raise PairError(f"the pilot's resident set does not allow the swap of {out} for {in_}")
             self._residents.remove(out)
             self._residents.add(in_)
+            self._came.pop(out, None)
+            self._left.pop(in_, None)
+            self._came[in_] = self._left[out] = self._tokens
         self.plan_version += 1
 
     def scores(self) -> Grid:
         """[layers, experts]: what a plan made now is made from, requests still running included. Writes nothing."""
         return blended(self._preview(), self.seed.prior if self.seed else None, self.settings.prior_votes)
 
+    def chunk_done(
+        self, tokens: int, chunks_left: int, demand: Callable[[int], LaneDemand], *, lane: int
+    ) -> list[PairSwap]:
+        """`tokens` of a prompt are computed, `chunks_left` more chunks follow. Plans once the prompt is known well
+        enough, and again each time that twice as much of it is known, if it misses enough by itself. The last chunk is
+        not worth a plan of its own. `demand` gives what the lane asked for so far, and takes nothing."""
+        first = self.settings.replan_chunk_tokens
+        request = self._requests.setdefault(lane, _Request(next_chunk_tokens=first))
+        self._tokens += tokens - request.prompt_tokens
+        request.prompt_tokens = tokens
+        if not first or chunks_left < 2 or tokens < request.next_chunk_tokens:
+            return []
+        request.next_chunk_tokens = 2 * tokens
+        counts, mass, totals = demand(lane)
+        request.prompt = self._vote(counts, mass)
+        missed = Picks().add(totals).miss_rate
+        return self._plan("a chunk", missed) if missed >= self.sensitivity.gate else []
+
     def prompt_done(
         self, counts: npt.ArrayLike, mass: npt.ArrayLike, totals: npt.ArrayLike, tokens: int, *, lane: int
     ) -> list[PairSwap]:
         """A prompt's `tokens` newly computed tokens are through. Plans for it if it missed enough by itself."""
-        picks = self.prefill.add(totals)
-        self._prompts[lane] = _Prompt(self._vote(counts, mass), tokens)
+        picks, request = self.prefill.add(totals), self._requests.setdefault(lane, _Request())
+        self._tokens += tokens - request.prompt_tokens
+        request.prompt, request.prompt_tokens, request.is_answering = self._vote(counts, mass), tokens, True
+        self._windows.ended(lane)
         if tokens < self.settings.min_prefill_tokens or picks.miss_rate < self.sensitivity.gate:
             return []
         return self._plan("a prompt", picks.miss_rate)
+
+    def step_done(
+        self,
+        answers: Mapping[int, tuple[int, npt.ArrayLike]],
+        demand: Callable[[int], LaneDemand],
+        moving: bool = False,
+    ) -> Planned | None:
+        """Tokens were drawn. answers: by lane, the tokens generated so far and their totals [4 or more] since
+        `prompt_done`. `demand` gives what a lane asked for since then, and takes nothing; it is asked when a plan is
+        due, and then of every one of these lanes: they share the residents, so the plan is for all of them. `moving`:
+        an earlier plan is still being read, so what is missed badly may be on its way, and nothing is urgent."""
+        for lane, (tokens, totals) in answers.items():
+            picks, missed = np.asarray(totals, dtype=np.float64)[:2]
+            try:
+                self._tokens += self._windows.advance(lane, tokens, float(picks), float(missed))
+            except ValueError as e:
+                raise PairError(f"the router's demand is not usable: {e}") from e
+            self._request(lane).answer_tokens = tokens
+        due = self._windows.due(moving) if self.sensitivity.adapts else None
+        if due is None:
+            return None
+        reason, missed_rate = due
+        for lane in answers:
+            self._request(lane).answer = self._vote(*demand(lane)[:2])
+        self._windows.attempted(reason)
+        cap = self.settings.urgent_swaps if reason == "urgent" else self.settings.max_swaps
+        return Planned(reason, self._plan(f"generated tokens ({reason})", missed_rate, cap))
 
     def request_done(
         self, counts: npt.ArrayLike, mass: npt.ArrayLike, totals: npt.ArrayLike, tokens: int, *, lane: int
     ) -> None:
         """A request ended, in whatever way. The demand is that since `prompt_done`, of `tokens` generated tokens; of a
         request that ended before, it is that of the part of its prompt that was computed."""
-        vote, prompt = self._vote(counts, mass), self._prompts.pop(lane, None)
-        self._last = (self.prefill if prompt is None else self.decode).add(totals)
-        if prompt is not None:
-            vote = joined(prompt.vote, prompt.tokens, vote, tokens)
+        vote, request = self._vote(counts, mass), self._requests.pop(lane, _Request())
+        self._windows.ended(lane)
+        self._last = (self.decode if request.is_answering else self.prefill).add(totals)
+        self._tokens += max(0, tokens - request.answer_tokens)
+        if request.is_answering and request.prompt is not None:
+            vote = joined(request.prompt, request.prompt_tokens, vote, tokens)
         if vote.empty:
             return
         self.history.fold(vote, self.sensitivity.decay)
         self._requests_since_plan += 1
+
+    def warmed_up(self) -> None:
+        """Forward passes that serve nobody are over. Their demand was not recorded; what their steps may have done to
+        the windows of running answers is forgotten."""
+        self._windows.restart()
 
     def idle_plan(self) -> list[PairSwap]:
         """A plan from all that is known, once after each request. Never by growth of the history: in equilibrium a
@@ -139,12 +238,13 @@ class Pilot:
             return []
         return self._plan("a request", self._last.miss_rate)
 
-    def _plan(self, cause: str, miss_rate: float) -> list[PairSwap]:
+    def _plan(self, cause: str, miss_rate: float, cap: int | None = None) -> list[PairSwap]:
         self._requests_since_plan = 0
-        if self.settings.sensitivity == "off":
+        if not self.sensitivity.adapts:
             return []
         scores = self.scores()
-        plan = swap_plan(scores, self._residents, self.floor, self.settings.max_swaps, MIN_GAIN * float(scores.mean()))
+        least, most = MIN_GAIN * float(scores.mean()), self.settings.max_swaps if cap is None else cap
+        plan = swap_plan(self._steadied(scores), self._residents, self.floor, most, least)
         if plan:
             weight = float(observed_weight(self.history.demand, self.settings.prior_votes).mean())
             log.info(
@@ -153,13 +253,32 @@ class Pilot:
             )  # fmt: skip
         return plan
 
+    def _steadied(self, scores: Grid) -> Grid:
+        """The scores that decide: no pair is worth more than one that has just come, and a pair that has just left is
+        worth less than it was."""
+        self._came = {pair: at for pair, at in self._came.items() if self._tokens - at < RESIDENCE_TOKENS}
+        self._left = {pair: at for pair, at in self._left.items() if self._tokens - at < GHOST_TOKENS}
+        steadied = scores.copy()
+        for pair in self._came:
+            steadied[pair] = 1.0
+        for pair in self._left:
+            steadied[pair] /= GHOST_MARGIN
+        return steadied
+
     def _preview(self) -> Demand:
-        """History as it would be if the running requests, of which only the prompts are known, ended now. Without
-        them a plan for one lane would throw out what another lane's prompt just brought in."""
+        """History as it would be if the running requests ended now. Without them a plan for one lane would throw out
+        what another lane's request just brought in."""
         demand = self.history.demand
-        for lane in sorted(self._prompts):
-            demand = demand.folded(self._prompts[lane].vote, self.sensitivity.decay)
+        for lane in sorted(self._requests):
+            if (vote := self._requests[lane].vote) is not None:
+                demand = demand.folded(vote, self.sensitivity.decay)
         return demand
+
+    def _request(self, lane: int) -> _Request:
+        request = self._requests.get(lane)
+        if request is None or not request.is_answering:
+            raise PairError(f"lane {lane} answers, but its prompt was not told of")
+        return request
 
     def _vote(self, counts: npt.ArrayLike, mass: npt.ArrayLike) -> Vote:
         try:
