@@ -14,7 +14,7 @@ from tided.engine.core import FollowerEngine
 from tided.engine.leader import LeaderEngine
 from tided.engine.offline import first_pairs, settings_of
 from tided.engine.scheduler import Scheduler
-from tided.engine.types import Finished
+from tided.engine.types import Finished, Tokens
 from tided.models.parallel import Alone
 from tided.settings import Cache, Engine, Experts, Parallel
 
@@ -62,7 +62,8 @@ class ThreadGroup:
 class Served:
     """What an engine said to the requests it was given."""
 
-    def __init__(self, model: OpenedModel, requests, pilot=None) -> None:
+    def __init__(self, model: OpenedModel, requests, pilot=None, prepare=lambda served: None) -> None:
+        """`prepare` is called when everything is built and nothing runs."""
         self.events, self.faults, self.pilot = [], [], pilot
         pairs = pilot.boot_pairs() if pilot else first_pairs(model)
         ranks = model.settings.parallel.ranks
@@ -70,7 +71,8 @@ class Served:
         groups = [ThreadGroup(rank, parts, barrier) for rank in range(ranks)] if ranks > 1 else [Alone()]
         self.ranks = [build_rank(model, group, pairs, lambda *_: None) for group in groups]
         self.link = Wire() if ranks > 1 else Solo()
-        others = [FollowerEngine(rank.executor, self.link, self.faults.append) for rank in self.ranks[1:]]
+        self.barrier = barrier
+        others = [FollowerEngine(rank.executor, self.link, self._fault) for rank in self.ranks[1:]]
         threads = [threading.Thread(target=engine.run, daemon=True) for engine in others]
         for thread in threads:
             thread.start()
@@ -78,17 +80,27 @@ class Served:
         self.engine = LeaderEngine(
             self.ranks[0].executor, scheduler, self.link, self.events.extend, self.faults.append, pilot
         )
+        prepare(self)
         for request in requests:
             self.engine.submit(request)
+        self._serve()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+    def _fault(self, error) -> None:
+        """What the heartbeats do: one rank's end is the other's."""
+        self.faults.append(error)
+        self.tokens_at_fault = sum(len(event.token_ids) for event in self.events if isinstance(event, Tokens))
+        self.barrier.abort()
+
+    def _serve(self) -> None:
         self.engine.take_in()
         deadline_s = time.monotonic() + 120
         while (self.engine.turn() or self.engine.motion.reading) and time.monotonic() < deadline_s:
             pass
         self.engine.close("done")
         self.engine.run()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
 
     def tokens(self, request_id: str) -> list[int]:
         return tokens_of(self.events, request_id)

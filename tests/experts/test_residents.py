@@ -336,3 +336,120 @@ def test_records_reach_the_memory_of_the_gpu():
     for layer, expert in residents.pairs:
         slot = residents.arena.data[int(tables.slot_of[layer, expert])].cpu().numpy()
         assert np.array_equal(slot, np.frombuffer(record_of(layer, expert), np.uint8))
+
+
+# The hot ring
+
+
+def with_ring(ring: int = 2, source: FakeSource | None = None) -> Residents:
+    made = fake_residents(3, 8, 2, 12, 4, source or FakeSource(), 2, ring)
+    made.fill(first(3, 4), quiet)
+    return made
+
+
+def test_an_entry_of_the_ring_is_routable_beside_the_residents_until_it_leaves():
+    residents = with_ring()
+    apply(residents, [(None, (0, 5)), (None, (2, 7))])
+    assert (residents.ring, residents.pairs, residents.count) == ([(0, 5), (2, 7)], first(3, 4), 12)
+    assert bytes_of(residents, (0, 5)) == record_of(0, 5)
+    assert residents.generation == 0
+    residents.check_integrity()
+    residents.withdraw([(0, 5)])
+    assert residents.ring == [(2, 7)]
+    assert not bool(residents.tables.routable[0, 5])
+    residents.check_integrity()
+    assert residents.mask_hash == mask_hash([*first(3, 4), (2, 7)], 8)
+
+
+def test_promotion_exchanges_roles_and_reads_nothing():
+    source = FakeSource()
+    residents = with_ring(source=source)
+    apply(residents, [(None, (0, 5))])
+    slots, reads = dict(residents.arena.directory), source.reads
+    residents.promote([((0, 0), (0, 5))])
+    assert (residents.ring, (0, 5) in residents.pairs, (0, 0) in residents.pairs) == ([(0, 0)], True, False)
+    assert (dict(residents.arena.directory), source.reads, residents.generation) == (slots, reads, 1)
+    residents.check_integrity()
+
+
+def test_r13_an_entry_whose_pair_became_resident_is_no_entry_and_keeps_one_slot():
+    residents = with_ring()
+    apply(residents, [(None, (0, 5))])
+    with pytest.raises(PairError, match="is here"):  # nor could it be read a second time
+        begin(residents, [((0, 0), (0, 5))], 2)
+    residents.promote([((0, 0), (0, 5))])
+    residents.withdraw([(0, 0)])
+    with pytest.raises(PairError, match="not in it"):
+        residents.withdraw([(0, 5)])
+    assert residents.ring == []
+    assert list(residents.arena.directory).count((0, 5)) == 1
+    residents.check_integrity()
+
+
+def test_the_ring_holds_no_more_than_its_slots_and_leaves_the_spare_ones_to_swaps():
+    residents = with_ring(ring=2)
+    begin(residents, [(None, (0, 5)), (None, (0, 6))])
+    with pytest.raises(PairError, match="hot ring of 2 slots is full"):
+        residents.read(3, (0, 7), None)
+    begin(residents, [((1, e), (1, 4 + e)) for e in range(4)], 3)
+    with pytest.raises(PairError, match="more than 4 swaps"):
+        residents.read(7, (2, 7), (2, 0))
+
+
+def test_r7_a_slot_that_is_freed_is_the_last_to_be_read_into():
+    """Between the change that frees it and the next read into it, every other free slot comes first."""
+    residents = with_ring()
+    slot = residents.arena.slot_of((0, 0))
+    apply(residents, [((0, 0), (0, 5))])
+    taken = [residents.arena.take() for _ in range(residents.arena.free)]
+    assert taken[-1] == slot
+
+
+def test_r5_ring_and_swaps_change_the_tables_in_place():
+    residents = with_ring()
+    tables = residents.tables
+    addresses = (tables.slot_of.data_ptr(), tables.routable.data_ptr(), residents.arena.data.data_ptr())
+    apply(residents, [(None, (0, 5)), ((1, 0), (1, 5))])
+    residents.promote([((0, 0), (0, 5))])
+    residents.withdraw([(0, 0)])
+    assert (tables.slot_of.data_ptr(), tables.routable.data_ptr(), residents.arena.data.data_ptr()) == addresses
+
+
+def test_nothing_is_published_that_has_not_landed_here():
+    source = FakeSource()
+    residents = with_ring(source=source)
+    source.holds = threading.Event()
+    try:
+        begin(residents, [(None, (0, 5))])
+        assert residents.landed() == []
+        with pytest.raises(PairError, match="before this rank had it"):
+            residents.publish([1])
+    finally:
+        source.holds.set()
+
+
+def test_the_state_tells_ring_slots_and_reads_under_way_apart():
+    def state_after(change) -> str:
+        residents = with_ring()
+        change(residents)
+        return residents.state()
+
+    def promoted(residents):
+        apply(residents, [(None, (0, 5))])
+        residents.promote([((0, 0), (0, 5))])
+
+    def other_slot(residents):
+        apply(residents, [(None, (0, 6))])
+        residents.withdraw([(0, 6)])
+        apply(residents, [(None, (0, 5))])
+
+    changes = [
+        lambda residents: None,
+        lambda residents: apply(residents, [(None, (0, 5))]),
+        lambda residents: apply(residents, [((0, 0), (0, 5))]),
+        lambda residents: begin(residents, [(None, (0, 5))]),
+        promoted,  # the same routable set
+        other_slot,  # and the same again, elsewhere
+    ]
+    assert len({state_after(change) for change in changes}) == len(changes)
+    assert state_after(promoted) == state_after(promoted)

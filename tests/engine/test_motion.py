@@ -1,0 +1,221 @@
+"""What rank 0 decides about the routable set: reads begin, land on every rank, are published; nothing waits."""
+
+import numpy as np
+import pytest
+from engine_fakes import EXPERTS, LAYERS, PAIRS, SWAPS, TOP_K
+
+from tided.control.messages import Load, Swap
+from tided.engine.motion import Motion
+from tided.tide.demand import RouterShape
+from tided.tide.hot import HotReads
+
+SHAPE = RouterShape(LAYERS, EXPERTS, TOP_K)
+ABSENT = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS - 3, EXPERTS)]
+
+
+def motion(ranks: int = 1, spare: int = 2, ring: int = 0) -> Motion:
+    return Motion(HotReads(SHAPE, PAIRS, ring, TOP_K, np.ones((LAYERS, EXPERTS))), ranks, spare)
+
+
+def wants(motion: Motion, *pairs, tokens: int = 8) -> None:
+    """Steps in which every row puts all its weight on these pairs."""
+    for _ in range(tokens):
+        weights = np.zeros((LAYERS, EXPERTS))
+        for pair in pairs:
+            weights[pair] = 1.0
+        motion.observe(weights, 1, may_read=True)
+
+
+def loads(change) -> list:
+    return [(load.pair, load.out) for load in change.load]
+
+
+def land(motion: Motion, change, ranks: int = 1) -> None:
+    for _ in range(ranks):
+        motion.landed([load.ticket for load in change.load])
+
+
+# Plans
+
+
+def test_a_plan_is_read_in_portions_and_published_as_it_lands():
+    m = motion()
+    m.take_plan(SWAPS, "prompt")
+    first, moved = m.change()
+    assert first.load == [Load(1, SWAPS[0][1], SWAPS[0][0]), Load(2, SWAPS[1][1], SWAPS[1][0])]
+    assert (first.publish, moved.swaps) == ([], [])
+    assert not m.change()[0]  # nothing has landed: no step is made of it
+    m.landed([2])
+    second, moved = m.change()
+    assert (second.publish, moved.swaps, loads(second)) == ([2], [SWAPS[1]], [SWAPS[2][::-1]])
+    assert [plan.reason for plan in moved.plans] == ["prompt"]
+    m.landed([1, 3])
+    third, moved = m.change()
+    assert (third.publish, moved.swaps, m.reading) == ([1, 3], [SWAPS[0], SWAPS[2]], 0)
+
+
+def test_a_read_that_is_late_on_one_rank_only_is_routable_on_none():
+    m = motion(ranks=3)
+    m.take_plan(SWAPS[:1], "prompt")
+    m.change()
+    for _ in range(2):
+        m.landed([1])
+        assert not m.change()[0]
+    m.landed([1])
+    assert m.change()[0].publish == [1]
+
+
+def test_a_newer_plan_replaces_what_is_not_read_yet_and_an_empty_one_does_not():
+    m = motion(spare=1)
+    m.take_plan(SWAPS, "prompt")
+    begun, _ = m.change()
+    m.take_plan([], "idle")
+    land(m, begun)
+    second, _ = m.change()
+    assert loads(second) == [SWAPS[1][::-1]]
+    m.take_plan([((0, 1), (0, 6))], "idle")
+    land(m, second)
+    third, _ = m.change()
+    assert (third.publish, loads(third)) == ([2], [((0, 6), (0, 1))])
+    land(m, third)
+    assert m.change()[1].plans[0].reason == "idle"
+    assert not m.change()[0]
+
+
+def test_a_swap_that_moves_have_overtaken_is_left_out():
+    m = motion(spare=4)
+    m.take_plan([SWAPS[0], SWAPS[0], ((0, 0), (0, 6)), ((0, 1), (0, 7)), SWAPS[1]], "prompt")
+    assert loads(m.change()[0]) == [SWAPS[0][::-1], SWAPS[1][::-1]]
+
+
+# Hot reads
+
+
+def test_what_is_missed_badly_is_read_and_joins_the_ring_when_every_rank_has_it():
+    m = motion(ranks=2, ring=4)
+    wants(m, (0, 7), (2, 6))
+    change, _ = m.change()
+    assert sorted(loads(change)) == [((0, 7), None), ((2, 6), None)]
+    assert not m.change()[0]
+    land(m, change)
+    assert not m.change()[0]  # the other rank has not told
+    land(m, change)
+    published, moved = m.change()
+    assert (sorted(published.publish), moved.swaps) == ([1, 2], [])
+    assert (m.hot.ring, m.count.issued) == ([(0, 7), (2, 6)], 2)
+    wants(m, (0, 7), tokens=3)
+    assert (m.count.used, m.count.used_weight) == (1, 3.0)
+
+
+def test_without_a_ring_nothing_is_read_by_itself():
+    m = motion()
+    wants(m, (0, 7))
+    assert not m.change()[0]
+
+
+def filled(m: Motion, *pairs) -> None:
+    wants(m, *pairs)
+    change, _ = m.change()
+    assert {load.pair for load in change.load} == set(pairs)
+    land(m, change)
+    m.change()
+
+
+def test_entries_that_the_last_step_used_survive():
+    m = motion(ring=4)
+    ring = [(0, 7), (2, 6), (1, 5), (1, 6)]
+    filled(m, *ring[:2])
+    filled(m, *ring[2:])
+    left = []
+    for _ in range(6):
+        wants(m, *ring, (2, 7), tokens=3)
+        change, _ = m.change()
+        left += change.withdraw
+        land(m, change)
+    assert set(left).isdisjoint(ring)
+    assert left  # somebody made room for (2, 7): a resident that nobody wants
+
+
+def test_an_entry_that_is_wanted_for_long_becomes_resident_without_a_read():
+    """R13: roles are exchanged; the entry is no entry any more, and the resident that left is gone."""
+    m = motion(ring=1)
+    filled(m, (0, 7))
+    wants(m, (0, 7), (0, 6), tokens=40)
+    change, moved = m.change()
+    (swap,) = change.promote
+    assert swap.in_ == (0, 7)
+    assert moved.swaps == [(swap.out, (0, 7))]
+    assert change.withdraw == [swap.out]
+    assert loads(change) == [((0, 6), None)]
+    assert m.count.promoted == 1
+    assert (0, 7) in m.hot.residents
+    assert m.hot.ring == []
+
+
+def test_a_pair_that_a_plan_is_reading_is_not_read_for_the_ring_as_well():
+    m = motion(ring=2)
+    m.hot.swap_begun((0, 0), (0, 7))
+    wants(m, (0, 7), (1, 7))
+    assert (0, 7) not in [pair for pair, _ in loads(m.change()[0])]
+
+
+def test_reads_at_once_follow_what_the_disk_manages():
+    m = motion(ring=64)
+    pace = []
+    for late in [False] * 4 + [True] * 6:
+        m._clock += 1
+        m._pace([m._clock - 9] if late else [])
+        pace.append(m._at_once)
+    assert pace == [8, 16, 32, 32, 16, 8, 4, 2, 1, 1]
+
+
+def test_a_read_that_comes_after_more_than_two_steps_counts_as_late():
+    m = motion(ring=2)
+    wants(m, (0, 7))
+    change, _ = m.change()
+    for _ in range(4):
+        wants(m, (0, 0), tokens=1)
+        m.change()
+    land(m, change)
+    m.change()
+    assert m.count.late == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_traffic_leaves_books_that_agree(seed):
+    """Every change is one that the ranks' books allow: what leaves is there, what comes is not."""
+    random, m = np.random.default_rng(seed), motion(spare=3, ring=3)
+    resident, ring, reading = set(PAIRS), set(), {}
+    for _ in range(300):
+        weights = random.random((LAYERS, EXPERTS)) ** 6
+        m.observe(weights, 1, may_read=bool(random.random() < 0.8))
+        if random.random() < 0.1:
+            m.take_plan([(out, in_) for out, in_ in zip(sorted(resident), ABSENT, strict=False)], "test")
+        told = [ticket for ticket in reading if random.random() < 0.4]
+        m.landed(told)
+        change, _ = m.change()
+        assert set(change.publish) == set(told)
+        for ticket in change.publish:
+            load = reading.pop(ticket)
+            if load.out is None:
+                ring.add(load.pair)
+            else:
+                resident.remove(load.out)
+                resident.add(load.pair)
+        for swap in change.promote:
+            assert isinstance(swap, Swap)
+            ring.remove(swap.in_)
+            resident.remove(swap.out)
+            ring.add(swap.out)
+            resident.add(swap.in_)
+        for pair in change.withdraw:
+            ring.remove(pair)
+        for load in change.load:
+            assert load.pair not in resident | ring | {other.pair for other in reading.values()}
+            reading[load.ticket] = load
+        swaps = [load for load in reading.values() if load.out]
+        assert len(swaps) <= 3
+        assert len(ring) + len(reading) - len(swaps) <= 3
+        assert all(sum(layer == pair[0] for pair in resident) >= TOP_K for layer in range(LAYERS))
+        assert resident == set(m.hot.residents)
+        assert ring == set(m.hot.ring)
