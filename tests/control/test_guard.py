@@ -90,6 +90,14 @@ def test_missing_facts_are_differences_too():
     assert guard.compare({"a": "1"}, {"a": "1"}) == []
 
 
+def test_another_kind_of_machine_counts(monkeypatch):
+    settings = make_settings()
+    ours = guard.facts(settings, "id")
+    monkeypatch.setattr(guard.platform, "machine", lambda: "riscv64")
+    differences = guard.compare(ours, guard.facts(settings, "id"))
+    assert [(name, theirs) for name, _, theirs in differences] == [("machine", "riscv64")]
+
+
 def test_checkpoint_libraries_environment_and_further_facts_count(monkeypatch):
     settings = make_settings()
     ours = guard.facts(settings, "checkpoint one", pack_format="1")

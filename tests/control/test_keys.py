@@ -1,3 +1,4 @@
+import fcntl
 import os
 import stat
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -6,7 +7,9 @@ from threading import Barrier
 
 import pytest
 
+from tided.control import files, keys
 from tided.control.keys import load_keys
+from tided.control.state import StateFile, read_rank
 from tided.errors import DataError, PermissionError_, UnavailableError
 
 
@@ -93,3 +96,30 @@ def test_a_public_key_that_is_not_the_secret_ones_is_refused(tmp_path):
     path.write_text(path.read_text().replace(ours.leader.public, theirs.leader.public))
     with pytest.raises(DataError):
         load_keys(path, create=False)
+
+
+def test_a_lock_that_is_never_given_back_ends_the_wait(tmp_path, monkeypatch):
+    path = tmp_path / "state" / "curve.key"
+    load_keys(path, create=True)
+    monkeypatch.setattr(keys, "LOCK_TIMEOUT_S", 0.1)
+    with path.with_name("curve.key.lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UnavailableError, match="holds the lock"):
+            load_keys(path, create=True)
+
+
+@pytest.mark.parametrize(("phase", "waits"), [("loading", 0), ("ready", 0), ("failed", 1), ("stopped", 1)])
+def test_only_a_last_word_waits_for_the_disk(tmp_path, monkeypatch, phase, waits):
+    state = StateFile(tmp_path, 0)
+    synced = []
+    monkeypatch.setattr(files.os, "fsync", synced.append)
+    state.enter(phase)
+    assert len(synced) == waits
+    assert read_rank(tmp_path, 0).phase == phase
+
+
+def test_keys_wait_for_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(files.os, "fsync", synced.append)
+    load_keys(tmp_path / "state" / "curve.key", create=True)
+    assert synced

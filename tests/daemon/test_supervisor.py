@@ -99,6 +99,17 @@ def test_a_stopped_and_a_deaf_rank_are_killed(tmp_path, monkeypatch):
         assert not any(map(alive, pids))
 
 
+def test_a_stopped_rank_is_not_waited_for(tmp_path):
+    profile, port = write_profile(tmp_path, FAKE)
+    profile.write_text(profile.read_text().replace("drain_s = 2", "drain_s = 600"))
+    with started(profile, tmp_path / "state", port, PROGRAM) as pair:
+        pair.handle.wait_ready(30)
+        pair.kill(1, signal.SIGSTOP)
+        until(lambda: identify(pair.pids[1]).is_stopped())
+        pair.handle.process.send_signal(signal.SIGTERM)
+        assert {rank.rank: rank.exit_code for rank in pair.ended().ranks} == {0: 0, 1: 137}
+
+
 def test_a_deaf_rank_is_killed_when_its_time_is_over(tmp_path):
     behave(tmp_path, 1, "deaf")
     with fake(tmp_path) as pair:

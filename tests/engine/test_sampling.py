@@ -52,6 +52,12 @@ def test_filtered_draws_follow_the_filtered_softmax():
     assert chi_square(counts[:3], kept * 4000) < 13.8  # 2 degrees of freedom, p = 0.001
 
 
+def test_top_p_counts_what_top_k_left():
+    logits = torch.log(torch.tensor([8.0, 4.0, 2.0, 1.0]))
+    counts = histogram(logits, {"top_k": 2, "top_p": 0.6}, 200)
+    assert counts.tolist() == [200, 0, 0, 0]  # 8 of the 12 that top-k left reach 0.6; of all 15 they would not
+
+
 def test_min_p_is_relative_to_the_likeliest():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.06, 0.04, 0.1]))
     counts = histogram(logits, {"min_p": 0.19}, 500)

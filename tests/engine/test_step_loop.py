@@ -249,6 +249,19 @@ def test_an_error_in_a_step_fails_open_requests_and_those_on_their_way():
     assert not isinstance(bench.events[-1], Tokens)
 
 
+def test_a_request_that_comes_while_the_engine_fails_is_told():
+    bench = Bench()
+    bench.submit(request("a", max_tokens=30))
+
+    def fail(step):
+        bench.engine.submit(request("late"))  # between the last look at the inbox and the end
+        raise OSError("the disk is gone")
+
+    bench.engine.executor.execute = fail
+    run(bench)
+    assert {event.request_id for event in bench.events if isinstance(event, Failed)} == {"a", "late"}
+
+
 def test_a_swap_that_cannot_be_read_ends_the_engine():
     bench = Bench(pilot=FakePilot(prompt=SWAPS))
     bench.engine.executor.residents.fail = True

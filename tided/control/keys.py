@@ -7,6 +7,7 @@ only, and the others speak to the holder of the first only. Whoever can read the
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from tided.control.files import write_private
 from tided.errors import DataError, PermissionError_, UnavailableError
 
 MAX_FILE_BYTES = 4096
+LOCK_TIMEOUT_S = 10.0
+LOCK_POLL_S = 0.02
 
 
 class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,13 +64,29 @@ def _new_pair() -> KeyPair:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Held for the milliseconds in which keys are made; the ranks of a machine start at the same time."""
+    """Held for the milliseconds in which keys are made; the ranks of a machine start at the same time. Raises
+    UnavailableError when somebody holds it for longer."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        _take(fd, path)
         yield
     finally:
         os.close(fd)
+
+
+def _take(fd: int, path: Path) -> None:
+    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise UnavailableError(
+                    f"another process holds the lock of the key file for over {LOCK_TIMEOUT_S:g} s",
+                    where=str(path),
+                    hint="end the rank that hangs there, then start again",
+                ) from None
+            time.sleep(LOCK_POLL_S)
 
 
 def _read(path: Path) -> Keys:

@@ -13,6 +13,7 @@ from tided.control.files import write_private
 log = logging.getLogger("state")
 
 Phase = Literal["checking", "joining", "loading", "ready", "draining", "stopped", "failed"]
+LAST_PHASES = ("stopped", "failed")
 MAX_FILE_BYTES = 64 << 10
 
 
@@ -71,7 +72,10 @@ class StateFile:
 
     def _write(self) -> None:
         try:
-            write_private(self.path, msgspec.json.encode(self._state) + b"\n")
+            # Progress is written on the loop, twice a second: only a last word is worth a wait for the disk, in which
+            # no heartbeat goes out.
+            durable = self._state.phase in LAST_PHASES
+            write_private(self.path, msgspec.json.encode(self._state) + b"\n", durable=durable)
         except OSError as error:  # a full disk must not end a service for what people read only
             log.warning("%s cannot be written: %s", self.path, error.strerror)
 

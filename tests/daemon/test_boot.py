@@ -1,0 +1,64 @@
+"""What ranks tell each other before they serve."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from msgspec.structs import replace
+
+from tests.control.conftest import make_settings
+from tests.daemon.tiny import GOLDEN
+from tided import boot, guard
+from tided.control.keys import load_keys
+from tided.control.lockstep import Follower
+from tided.engine.build import open_model
+from tided.engine.offline import settings_of
+from tided.errors import PairError, UnavailableError
+
+
+class Side:
+    def __init__(self):
+        self.told = None
+
+    def tell(self, *_): ...
+
+    def joined(self, session): ...
+
+    def ended(self, error):
+        self.told = error
+
+
+def test_a_rank_that_was_let_in_hears_why_rank_0_does_not_go_on(tmp_path, monkeypatch):
+    keys = load_keys(tmp_path / "curve.key", create=True)
+    leaders = make_settings(3, start_timeout_s=1.5)  # rank 2 never comes
+    followers = replace(leaders, parallel=replace(leaders.parallel, start_timeout_s=60.0))
+    monkeypatch.setattr(boot, "_open", lambda *_: None)
+    monkeypatch.setattr(boot, "_history", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(boot, "_pilot", lambda *_: SimpleNamespace(boot_pairs=list))
+    monkeypatch.setattr(boot, "_facts", lambda *_: {})
+    side = Side()
+    leader = threading.Thread(target=boot.run_rank, args=(leaders, 0, keys, tmp_path, side), daemon=True)
+    leader.start()
+    follower = Follower(followers, 1, keys)
+    joining = threading.Thread(target=lambda: said.append(_refusal(follower)), daemon=True)
+    said = []
+    joining.start()
+    joining.join(20)
+    assert "rank 0 ended: rank 2 did not come" in str(said[0])
+    leader.join(20)
+    assert isinstance(side.told, UnavailableError)
+    follower.close()
+
+
+def _refusal(follower):
+    with pytest.raises(PairError) as refused:
+        follower.join({})
+    return refused.value
+
+
+def test_the_processor_is_a_fact(monkeypatch):
+    opened = open_model(settings_of(GOLDEN))
+    ours = boot._facts(opened)
+    monkeypatch.setattr(boot.torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    differences = guard.compare(ours, boot._facts(opened))
+    assert [(name, theirs) for name, _, theirs in differences] == [("processor", "another")]
