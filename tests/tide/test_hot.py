@@ -106,38 +106,74 @@ def test_a_topic_that_comes_back_is_known_from_its_prompt_on():
     assert scores[:, 12:15].min() > 2 * scores[:, 8:11].max()
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 4))
-def test_any_traffic_keeps_ring_floor_and_count(seed, ring_slots, reads):
-    rng, policy = np.random.default_rng(seed), hot(ring_slots=ring_slots)
-    residents = {(layer, expert) for layer in range(SHAPE.layers) for expert in range(6)}
-    ring, loading = set(), []
-    for _ in range(60):
-        weights = rng.dirichlet(np.full(PAIRS, 0.05))
-        policy.observe(np.flatnonzero(weights > 0.01), weights[weights > 0.01], 1)
-        moves = policy.moves(reads)
+class Book:
+    """What the engine would hold, kept apart from the policy: every change is checked against it."""
+
+    def __init__(self, policy, floor):
+        self.policy, self.floor = policy, floor
+        self.residents, self.ring, self.loading, self.swaps = set(policy.residents), set(), [], []
+
+    def apply(self, moves):
+        leaving = {out for out, _ in self.swaps}
         for out, in_ in moves.promote:
-            assert out in residents
-            assert in_ in ring
-            residents, ring = residents - {out} | {in_}, ring - {in_} | {out}
+            assert out in self.residents - leaving
+            assert in_ in self.ring
+            self.residents, self.ring = self.residents - {out} | {in_}, self.ring - {in_} | {out}
         for pair in moves.withdraw:
-            assert pair in ring
-            ring.remove(pair)
-        assert not set(moves.load) & (residents | ring | set(loading))
-        loading += moves.load
-        assert len(moves.load) <= reads
-        assert len(ring) + len(loading) <= ring_slots
-        assert len(residents) == 18
-        assert min(sum(layer == at for at, _ in residents) for layer in range(SHAPE.layers)) >= 2
-        for _ in range(int(rng.integers(0, len(loading) + 1))):
-            pair = loading.pop(int(rng.integers(len(loading))))
+            assert pair in self.ring
+            self.ring.remove(pair)
+        assert not set(moves.load) & (self.residents | self.ring | set(self.loading) | {in_ for _, in_ in self.swaps})
+        self.loading += moves.load
+
+    def begin(self, swaps):
+        for swap in swaps:
+            self.policy.swap_begun(*swap)
+            self.swaps.append(swap)
+
+    def end(self, rng):
+        """Some of what is being read lands, or fails."""
+        for _ in range(int(rng.integers(0, len(self.loading) + 1))):
+            pair = self.loading.pop(int(rng.integers(len(self.loading))))
             if rng.random() < 0.8:
-                policy.published(pair)
-                ring.add(pair)
+                self.policy.published(pair)
+                self.ring.add(pair)
             else:
-                policy.failed(pair)
-        assert policy.ring == sorted(ring)
-        assert policy.loading == sorted(loading)
+                self.policy.failed(pair)
+        if self.swaps and rng.random() < 0.5:
+            out, in_ = self.swaps.pop(int(rng.integers(len(self.swaps))))
+            if rng.random() < 0.8:
+                self.policy.swapped(out, in_)
+                self.residents = self.residents - {out} | {in_}
+            else:
+                self.policy.swap_dropped(out, in_)
+
+    def check(self, count):
+        assert self.policy.residents == sorted(self.residents)
+        assert self.policy.ring == sorted(self.ring)
+        assert self.policy.loading == sorted(self.loading)
+        assert len(self.residents) == count
+        assert len(self.ring) + len(self.loading) <= self.policy.ring_slots
+        for layer in range(SHAPE.layers):
+            assert sum(layer == at for at, _ in self.residents) >= self.floor
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 4), st.sampled_from([2, 5, 6]))
+def test_any_traffic_keeps_ring_floor_and_count_beside_plans(seed, ring_slots, reads, floor):
+    rng, policy = np.random.default_rng(seed), hot(ring_slots=ring_slots, floor=floor)
+    book = Book(policy, floor)
+    for step in range(90):
+        if step % 30 == 0:  # another topic
+            popular = rng.dirichlet(np.full(PAIRS, 0.3))
+        pairs = rng.choice(PAIRS, 6, p=popular)
+        policy.observe(pairs, np.full(6, 0.5), 1)
+        moves = policy.moves(reads)
+        assert len(moves.load) <= reads
+        book.apply(moves)
+        if rng.random() < 0.2:
+            book.begin(policy.plan(2))
+        book.end(rng)
+        book.check(18)
 
 
 def test_weights_that_no_router_gives_are_refused():
