@@ -28,6 +28,7 @@ from tided.engine.build import OpenedModel, Rank, build_rank, open_model, open_s
 from tided.engine.core import Engine, FollowerEngine
 from tided.engine.dataplane import TorchGroup
 from tided.engine.devices import allocating, refuse_shortage, use_device
+from tided.engine.flight import flight_path
 from tided.engine.leader import LeaderEngine
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Event
@@ -70,7 +71,7 @@ def run_rank(settings: Settings, rank: int, keys: Keys | None, state_dir: Path, 
             _lead(settings, keys, state_dir, loop)
         else:
             assert keys is not None
-            _follow(settings, rank, keys, loop)
+            _follow(settings, rank, keys, state_dir, loop)
     except TideError as error:
         loop.ended(error)
     except Exception as error:
@@ -102,11 +103,10 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
                     settings.engine.threads,
                     built.reads.about(),
                 )
-                loop.ready(engine)
-                engine.run()
+                _serve(engine, 0, state_dir, loop)
 
 
-def _follow(settings: Settings, rank: int, keys: Keys, loop: LoopSide) -> None:
+def _follow(settings: Settings, rank: int, keys: Keys, state_dir: Path, loop: LoopSide) -> None:
     with closing(Follower(settings, rank, keys)) as link:
         opened = _open(settings, rank, loop)
         with _phase("handshake", loop):
@@ -115,8 +115,13 @@ def _follow(settings: Settings, rank: int, keys: Keys, loop: LoopSide) -> None:
         with _built(opened, rank, welcome.residents, loop) as built:
             link.ready(built.residents.digest())
             engine = FollowerEngine(built.executor, link, loop.ended, settings.engine.threads)
-            loop.ready(engine)
-            engine.run()
+            _serve(engine, rank, state_dir, loop)
+
+
+def _serve(engine: Engine, rank: int, state_dir: Path, loop: LoopSide) -> None:
+    engine.flight.path = flight_path(state_dir, rank)
+    loop.ready(engine)
+    engine.run()
 
 
 @contextmanager

@@ -200,6 +200,8 @@ class Daemon:
             log.error("%s", error)
             self._state.enter("failed", str(error), exit_code=error.exit_code)
             self._notifier.status(f"failed: {error.what}")
+            if self._engine is not None:  # its thread may hang in a collective, and will not do it
+                self._engine.flight.dump(error.what)
             if self._heartbeats is not None:
                 await self._heartbeats.fault(error.what)
             await self._show_fault(error)

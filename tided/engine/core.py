@@ -15,6 +15,7 @@ import torch
 
 from tided.control.messages import Step, Stop
 from tided.engine.executor import Executor, Outcome
+from tided.engine.flight import Flight
 from tided.engine.ports import FollowerLink
 from tided.errors import PairError, RequestError, TideError
 
@@ -31,6 +32,7 @@ class Engine:
     def __init__(self, executor: Executor, on_fault: OnFault, threads: int = 1) -> None:
         self.executor = executor
         self.last_step_s = time.monotonic()
+        self.flight = Flight()
         self._on_fault, self._threads = on_fault, threads
 
     @property
@@ -47,11 +49,14 @@ class Engine:
             self._end(as_fault(error, self.seq + 1))
 
     def _execute(self, step: Step) -> Outcome:
+        self.flight.begin(step)
         outcome = self.executor.execute(step)
+        self.flight.end(self.executor, outcome.digest)
         self.last_step_s = time.monotonic()
         return outcome
 
     def _end(self, fault: TideError) -> None:
+        self.flight.dump(fault.what)
         self._on_fault(fault)
 
     def _loop(self) -> None:

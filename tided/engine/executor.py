@@ -1,7 +1,8 @@
-"""One step on one rank. Rank 0 and the others run this same code on the same messages (C1): nothing here reads a clock,
-a setting of the node or the rank's number, and nothing decides by a value that another rank does not hold."""
+"""One step on one rank. Rank 0 and the others run this same code on the same messages (C1): nothing here depends
+on a clock, a setting of the node or the rank's number, or decides by a value that another rank does not hold."""
 
 import hashlib
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +46,7 @@ class Executor:
         self.lanes: dict[int, Lane] = {}
         self.seq = 0
         self.plan_version = 0
+        self.parts_ms: dict[str, float] = {}  # of the last step, for people
         self._device = tap.counts.device
         self._swaps_read: dict[int, bool] = {}  # reads under way: whether they are swaps
         self._history = hashlib.blake2b(digest_size=16)
@@ -60,17 +62,23 @@ class Executor:
             self.tap.take(lane)
         for admission in step.admit:
             self._admit(admission)
+        marks = [time.perf_counter()]
         self._change(step)
+        marks.append(time.perf_counter())
         outcome = Outcome()
         self.tap.begin_step()
         if isinstance(step.work, Prefill):
             self._prefill(step.work, outcome)
         elif isinstance(step.work, Decode):
             self._decode(step.work, outcome)
+        marks.append(time.perf_counter())
         self.tap.add_up()
         self._history.update(f"{step.seq} {outcome.tokens};".encode())
         if step.digest_due:
             outcome.digest = self._digest()
+        marks.append(time.perf_counter())
+        spans = zip(("change", "work", "books"), marks, marks[1:], strict=False)
+        self.parts_ms = {name: 1e3 * (end - begin) for name, begin, end in spans}
         self.seq = step.seq
         return outcome
 
