@@ -13,9 +13,13 @@ def show(as_json: bool) -> None:
     if as_json:
         emit("version/1", {"version": _version("tidelm"), "parts": parts})
         return
-    print(f"tidelm {_version('tidelm')}")
+    print(line())
     for name, found in parts.items():
         print(f"  {name} {found or 'not installed'}")
+
+
+def line() -> str:
+    return f"tidelm {_version('tidelm')}"
 
 
 def _version(name: str) -> str | None:

@@ -40,11 +40,13 @@ class Answer(NamedTuple):
 
 
 class Screen:
-    """The answer goes to stdout, the thinking before it to stderr, each from the start of a line."""
+    """The answer goes to stdout, the thinking before it to stderr, each from the start of a line, on a terminal with
+    a line between them."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
         self.open_line = ""  # the kind of text that the line under the cursor holds
+        self.thought = False  # the last that was shown is thinking
 
     def show(self, thought: str, text: str) -> None:
         self._write("thought", thought)
@@ -60,6 +62,9 @@ class Screen:
             return
         if self.open_line not in ("", kind):
             self.end()
+        if self.thought and kind == "text" and is_terminal(sys.stderr):
+            print(file=sys.stderr, flush=True)
+        self.thought = kind == "thought"
         if kind == "text":
             print(visible(text) if is_terminal(sys.stdout) else text, end="", flush=True)
         else:

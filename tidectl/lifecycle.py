@@ -121,7 +121,9 @@ def _report(profile: Path, directory: Path, ranks: list[RankState], as_json: boo
     if as_json:
         emit("start/1", {**facts, "ranks": [{"rank": rank.rank, "pid": rank.pid} for rank in ranks]})
         return
-    say(f"{profile.stem} serves at {now.url}" if now.url else f"{profile.stem}: the ranks of this machine are ready")
+    name = profiles.name_of(str(profile))
+    model = (now.health or {}).get("model")
+    say(f"{model} serves at {now.url} (profile {name})" if model else f"{name}: the ranks of this machine are ready")
 
 
 def _stop(directory: Path, timeout_s: float | None) -> dict[str, Any]:

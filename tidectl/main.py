@@ -43,7 +43,8 @@ With --json stdout holds one object, of a failure too:
 \b
 Environment:
   TIDE_STATE_DIR  state directory; else /var/lib/tidelm (root, where it exists),
-                  else $XDG_STATE_HOME/tidelm or ~/.local/state/tidelm
+                  else $XDG_STATE_HOME/tidelm or ~/.local/state/tidelm.
+                  A relative one counts from where the command is run
   TIDE_API_KEY    key for a server that wants one
   NO_COLOR        no colours
 """
@@ -97,6 +98,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from tidectl import about
+
+        print(about.line())
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 profile = typer.Typer(help="Check, list and explain profiles.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(profile, name="profile")
 tide = typer.Typer(help="What the server has learned of its traffic.", no_args_is_help=True, rich_markup_mode=None)

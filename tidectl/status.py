@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tidectl import profiles, supervisor
-from tidectl.output import console, emit, plain, say
+from tidectl.output import console, emit, is_terminal, plain, say
 from tidectl.running import Rank, Snapshot, headline, look
 
 if TYPE_CHECKING:
@@ -31,12 +31,19 @@ def show(as_json: bool) -> int:
     elif now.state == "stopped":
         say("\n".join(["nothing is running", *last_lines(now)]))
     else:
-        screen, time_s = console(sys.stdout), time.time()
+        _draw(now)
+    return EXIT_CODES[now.state]
+
+
+def _draw(now: Snapshot) -> None:
+    screen, time_s = console(sys.stdout), time.time()
+    with screen.capture() as drawn:
         screen.print(facts(now, time_s))
         if now.ranks:
             screen.print()
             screen.print(ranks_table(now.ranks, time_s))
-    return EXIT_CODES[now.state]
+    lines = drawn.get().splitlines()
+    print("\n".join(lines if is_terminal(sys.stdout) else (line.rstrip() for line in lines)))
 
 
 def facts(now: Snapshot, time_s: float) -> "RenderableType":

@@ -205,6 +205,7 @@ def test_version(tidectl: Tidectl) -> None:
     assert found["schema"] == "tidectl.version/1"
     assert found["parts"]["torch"]
     assert tidectl("version").stdout.startswith(f"tidelm {found['version']}\n")
+    assert tidectl("--version").stdout == f"tidelm {found['version']}\n"
 
 
 # logits

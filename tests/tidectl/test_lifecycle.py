@@ -73,7 +73,7 @@ def test_start_status_logs_stop(tidectl: Tidectl, profile: Path, state: Path) ->
     url = f"http://127.0.0.1:{supervisor_port(profile)}"
     started = tidectl("start", str(profile))
     assert (started.exit_code, started.stdout) == (0, "")
-    assert f"pair serves at {url}" in started.stderr
+    assert f"mini serves at {url} (profile {profile})" in started.stderr
     assert state.stat().st_mode & 0o777 == 0o700
 
     status = tidectl("status")
@@ -190,7 +190,7 @@ def test_a_start_that_takes_too_long_goes_on(tidectl: Tidectl, profile: Path, mo
     assert "rank 0 ready, rank 1 loading (experts: 3 of 8)\n" in ran.stderr
     status = tidectl("status")
     assert status.exit_code == 4
-    assert status.stdout.startswith("state      starting ")
+    assert status.stdout.startswith("state      starting\n")
     rank = json.loads(tidectl("status", "--json").stdout)["ranks"][1]
     assert (rank["phase"], rank["done"], rank["total"]) == ("loading", 3, 8)
     assert tidectl("stop").exit_code == 0

@@ -48,7 +48,7 @@ def screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         monkeypatch.setattr(status, "look", lambda: now)
         monkeypatch.setattr(time, "time", lambda: 1000.0)
         status.show(as_json=False)
-        return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        return capsys.readouterr().out.splitlines()
 
     return show
 
@@ -106,6 +106,20 @@ def test_status_on_a_terminal_has_colour_but_none_of_a_texts_own() -> None:
     without = on_a_terminal(STATUS, NO_COLOR="1")
     assert "\x1b" not in without
     assert without == STYLE_CODE.sub("", shown)
+
+
+ANSWER = """
+from tidectl.answers import Screen
+screen = Screen(quiet=False)
+screen.show("Eight?", "")
+screen.show("", "Eight")
+screen.show("", " legs.")
+screen.end()
+"""
+
+
+def test_a_line_parts_thinking_and_answer_on_a_terminal() -> None:
+    assert on_a_terminal(ANSWER, NO_COLOR="1") == "Eight?\r\n\r\nEight legs.\r\n"
 
 
 # waiting
