@@ -96,9 +96,8 @@ class FakeResidents:
         return len(self.pairs)
 
     @property
-    def least_and_most(self) -> tuple[int, int]:
-        each = [sum(pair[0] == layer for pair in self.pairs) for layer in range(LAYERS)]
-        return min(each), max(each)
+    def by_layer(self) -> tuple[int, ...]:
+        return tuple(sum(pair[0] == layer for pair in self.pairs) for layer in range(LAYERS))
 
     @property
     def reading(self) -> int:

@@ -171,6 +171,7 @@ class EngineClient:
             residency = engine.residency
             health |= {
                 "residents": residency.residents,
+                "residents_by_layer": residency.by_layer,
                 "experts": residency.total,
                 "generation": residency.generation,
                 "mask_hash": residency.mask_hash,

@@ -206,12 +206,10 @@ def on_host(demand: Demand) -> tuple[Array, Array, Array]:
 
 def residency_of(executor: Executor) -> Residency:
     residents, shape = executor.residents, executor.model.shape
-    least, most = residents.least_and_most
     return Residency(
         executor.plan_version,
         residents.count,
         shape.moe_layers * shape.experts_per_layer,
         f"{residents.mask_hash:016x}",
-        least,
-        most,
+        residents.by_layer,
     )

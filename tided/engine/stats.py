@@ -60,8 +60,7 @@ class Residency(msgspec.Struct, frozen=True):
     residents: int
     total: int
     mask_hash: str
-    per_layer_min: int = 0
-    per_layer_max: int = 0
+    by_layer: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -218,8 +217,8 @@ class RequestStats:
                 "generation": residency.generation,
                 "residents": residency.residents,
                 "mask_hash": residency.mask_hash,
-                "per_layer_min": residency.per_layer_min,
-                "per_layer_max": residency.per_layer_max,
+                "per_layer_min": min(residency.by_layer, default=0),
+                "per_layer_max": max(residency.by_layer, default=0),
             },
         }
 

@@ -87,9 +87,9 @@ class Residents:
         return len(self.arena.directory) - len(self._ring)
 
     @property
-    def least_and_most(self) -> tuple[int, int]:
-        """Residents of the layer that has the fewest, and the most."""
-        return min(self._residents_of), max(self._residents_of)
+    def by_layer(self) -> tuple[int, ...]:
+        """How many residents each layer has."""
+        return tuple(self._residents_of)
 
     @property
     def reads(self) -> Mapping[Priority, ReadCount]:
