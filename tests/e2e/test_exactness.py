@@ -2,10 +2,11 @@
 
 import asyncio
 
+import aiohttp
 import pytest
 
 from tests.daemon.helpers import running
-from tests.e2e.conftest import answer, ask, mini, post
+from tests.e2e.conftest import answer, ask, chunks, mini, post
 
 pytestmark = pytest.mark.xdist_group("serving")
 QUESTION = "Tell me about Japan."
@@ -30,6 +31,19 @@ async def test_a_greedy_answer_is_the_same_alone_and_beside_another_lane(whole):
     alone = answer(await post(whole.url, ask(QUESTION)))
     beside, _ = await asyncio.gather(post(whole.url, ask(QUESTION)), post(whole.url, ask("What is 12 + 30?")))
     assert answer(beside) == alone
+
+
+async def test_streamed_and_whole_answers_are_the_same(whole):
+    body = ask("What is the capital of Norway?", max_tokens=24)
+    answered = answer(await post(whole.url, body))
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{whole.url}/v1/chat/completions", json=body | {"stream": True}) as reply,
+    ):
+        events = await chunks(reply)
+    streamed = "".join(c["delta"].get("content") or "" for e in events[:-1] for c in e["choices"])
+    assert events[-1] == "[DONE]"
+    assert streamed == answered != ""
 
 
 async def test_with_every_expert_resident_nothing_is_substituted(whole):

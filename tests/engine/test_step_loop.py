@@ -1,14 +1,19 @@
 """Rank 0's loop, turned by hand."""
 
 import threading
+from contextlib import closing
 
 import pytest
-from engine_fakes import LIMITS, SWAPS, Bench, FakePilot, request
+from engine_fakes import EXPERTS, LAYERS, LIMITS, PAIRS, SWAPS, TOP_K, Bench, FakePilot, request
 
 from tided.engine.core import LANDING_WAIT_S
 from tided.engine.scheduler import Limits
 from tided.engine.types import Failed, Finished, Tokens
 from tided.errors import ContextOverflowError, PairError
+from tided.settings import Tide
+from tided.tide.demand import RouterShape
+from tided.tide.history import History
+from tided.tide.pilot import Pilot
 
 
 def limits(**changes) -> Limits:
@@ -272,17 +277,22 @@ def test_a_swap_that_cannot_be_read_ends_the_engine():
     assert bench.engine.residency.generation == 0
 
 
-def test_a_history_that_cannot_be_written_loses_no_request():
-    pilot = FakePilot()
-
-    def broken(*demand, lane):
-        raise OSError("disk full")
-
-    pilot.request_done = broken
-    bench = Bench(pilot=pilot)
-    bench.submit(request("a", max_tokens=2), request("b", max_tokens=9))
-    run(bench)
-    assert sorted(e.request_id for e in bench.events if isinstance(e, Failed)) == ["a", "b"]
+def test_a_history_that_cannot_be_written_loses_no_request(tmp_path):
+    shape = RouterShape(LAYERS, EXPERTS, TOP_K)
+    with closing(History.open(tmp_path, "ab" * 32, shape, record=True)) as history:
+        pilot = Pilot(history, None, Tide(), shape, len(PAIRS))
+        assert pilot.boot_pairs() == PAIRS
+        bench = Bench(pilot=pilot)
+        bench.submit(request("a", max_tokens=2))
+        bench.finish()
+        assert (history.write_error, history.demand.requests) == ("", 1)
+        history._connection.close()  # as when the disk is full or gone: every write fails
+        bench.submit(request("b", max_tokens=2), request("c", prompt=40, max_tokens=9))
+        bench.finish()
+        assert "could not be written" in history.write_error
+        assert history.demand.requests > 2  # both count all the same; an older one counts a little less
+    assert [bench.end(name).reason for name in "abc"] == ["length"] * 3
+    assert bench.faults == []
 
 
 def test_a_lane_that_leaks_is_noticed_at_rest():
