@@ -38,7 +38,7 @@ from tided.tide.kin import Kin
 from tided.tide.planner import Pair, PairSwap, swap_plan
 
 MARGIN = 1.2  # a newcomer must be expected to carry so many times what its victim carries
-MIN_GAIN = 0.35  # of the mean expected weight: what gains less is not worth a read
+MIN_GAIN = 0.3  # of the mean expected weight: what gains less is not worth a read
 PLAN_GAIN = 1.0  # the same for a plan, which reads what nobody has missed yet
 
 
