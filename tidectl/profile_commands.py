@@ -12,7 +12,9 @@ from tidectl.state import chosen_dir
 from tided import profile
 from tided.profile import Problem
 from tided.profile.problems import in_order
+from tided.profile.reading import read
 from tided.profile.schema import KEYS, SECTIONS, Key, value_of
+from tided.profile.start import missing
 from tided.settings import Settings
 
 AFFECTS = {
@@ -49,14 +51,27 @@ def _problems(path: Path) -> list[Problem]:
 
 
 def list_bundled(as_json: bool) -> None:
-    rows = [
-        {"name": name, "path": str(path), "title": profiles.title(path)} for name, path in profiles.bundled().items()
-    ]
+    rows = [_listed(name, path) for name, path in profiles.bundled().items()]
     if as_json:
         emit("profile-list/1", {"profiles": rows})
         return
     for row in rows:
         print(f"{styled(row['name'], 'bold', sys.stdout)}\n    {row['title']}\n    {row['path']}")
+        for obstacle in row["obstacles"]:
+            print(styled(f"    does not start: {obstacle}", "yellow", sys.stdout))
+
+
+def _listed(name: str, path: Path) -> dict[str, Any]:
+    return {"name": name, "path": str(path), "title": profiles.title(path), "obstacles": _obstacles(path)}
+
+
+def _obstacles(path: Path) -> list[str]:
+    """What keeps this build, on this machine, from starting a profile whatever else runs here."""
+    settings = profile.load(path)
+    unread = [key.dotted for key in KEYS if not key.built and value_of(settings, key) != key.default]
+    found = [f"this build does not act on {', '.join(unread)}"] if unread else []
+    found += [problem.message for problem in missing(settings, read(path), "note")]
+    return found + [problem.message for problem in fits.misfits(settings, path)]
 
 
 def show(path: Path, as_json: bool) -> None:

@@ -16,9 +16,10 @@ import pytest
 import typer
 
 from tests.tidectl.canned import MODEL, Tidectl
-from tidectl import logits, profiles, state, waiting
+from tidectl import logits, profile_commands, profiles, state, waiting
 from tidectl.main import app
 from tided.errors import NotRunningError, PermissionError_, UnavailableError
+from tided.profile.schema import KEYS
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["start", "stop", "restart", "status", "logs", "chat", "logits", "pack", "version", "profile"]
@@ -118,12 +119,11 @@ def with_json(group: Any, *path: str) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("path", with_json(typer.main.get_command(app)), ids=" ".join)
 def test_with_json_a_mistake_is_one_object_too(tidectl: Tidectl, path: tuple[str, ...]) -> None:
-    for arguments in (["--nonsense", "--json"], ["--json", "a", "b", "c"]):
-        ran = tidectl(*path, *arguments)
-        told = json.loads(ran.stdout)
-        assert (told["schema"], set(told["error"])) == ("tidectl.error/1", {"what", "where", "hint", "exit_code"})
-        assert (ran.exit_code, told["error"]["exit_code"]) == (2, 2)
-        assert told["error"]["what"] in ran.stderr
+    ran = tidectl(*path, "--nonsense", "--json")
+    told = json.loads(ran.stdout)
+    assert (told["schema"], set(told["error"])) == ("tidectl.error/1", {"what", "where", "hint", "exit_code"})
+    assert (ran.exit_code, told["error"]["exit_code"]) == (2, 2)
+    assert told["error"]["what"] in ran.stderr
 
 
 def test_with_json_a_failure_is_one_object_too(tidectl: Tidectl, tmp_path: Path) -> None:
@@ -180,6 +180,8 @@ def test_profile_list_and_show(tidectl: Tidectl) -> None:
     assert [row["name"] for row in listed["profiles"]] == ["ds41-mxfp4", "mini-deepseek"]
     assert all(row["title"] and Path(row["path"]).is_file() for row in listed["profiles"])
     assert "mini-deepseek\n" in tidectl("profile", "list").stdout
+    obstacles = {row["name"]: row["obstacles"] for row in listed["profiles"]}
+    assert obstacles["mini-deepseek"] == []
     shown = json.loads(tidectl("profile", "show", "mini-deepseek", "--json").stdout)
     assert shown["settings"]["experts"]["resident"] == 312
     resident = next(key for key in shown["keys"] if key["key"] == "experts.resident")
@@ -187,6 +189,26 @@ def test_profile_list_and_show(tidectl: Tidectl) -> None:
     text = tidectl("profile", "show", "mini-deepseek").stdout
     assert "[experts]\nresident = 312\n    Routed experts kept in memory, over all layers.\n" in text
     assert "verify_reads = false (default)" in text
+
+
+def test_what_keeps_a_listed_profile_from_starting(
+    tidectl: Tidectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "BUNDLED_DIR", tmp_path)
+    text = "[model]\npath='c'\nserved_name='a'\n[experts]\nresident=1\n[cache]\ncontext_tokens=16\npool_tokens=16\n"
+    unbuilt = [key._replace(built=False) for key in KEYS if key.dotted == "tide.max_swaps"]
+    monkeypatch.setattr(profile_commands, "KEYS", unbuilt)
+    (tmp_path / "p.toml").write_text(f"{text}[tide]\nmax_swaps = 7\n")
+    [row] = json.loads(tidectl("profile", "list", "--json").stdout)["profiles"]
+    missing = f"there is no checkpoint at {tmp_path / 'c'}"
+    assert row["obstacles"] == ["this build does not act on tide.max_swaps", missing]
+    assert f"    does not start: {missing}\n" in tidectl("profile", "list").stdout
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "a.safetensors").write_text("")
+    (tmp_path / "c" / "config.json").write_text(json.dumps({"model_type": "deepseek_v41", "text_config": MODEL}))
+    (tmp_path / "p.toml").write_text(text)
+    [row] = json.loads(tidectl("profile", "list", "--json").stdout)["profiles"]
+    assert row["obstacles"] == ["'experts.resident' must be 6 to 16 with this checkpoint, not 1"]
 
 
 def test_a_file_wins_over_a_bundled_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
