@@ -371,7 +371,7 @@ def profile_check(file: Profile, json: Json = False) -> None:
 
 @profile.command("list")
 def profile_list(json: Json = False) -> None:
-    """List the profiles that come with TideLM."""
+    """List the profiles that come with TideLM, and what keeps this build from starting one here."""
     from tidectl import profile_commands
 
     profile_commands.list_bundled(json)
@@ -383,6 +383,82 @@ def profile_show(file: Profile, json: Json = False) -> None:
     from tidectl import profile_commands, profiles
 
     profile_commands.show(profiles.find(file), json)
+
+
+TIDE_PROFILE_HELP = "Whose history.  [default: that of the profile that runs, or ran last]"
+TideProfile = Annotated[
+    str | None, typer.Argument(metavar="PROFILE", autocompletion=profile_names, help=TIDE_PROFILE_HELP)
+]
+
+
+@tide.command("show")
+def tide_show(profile: TideProfile = None, json: Json = False) -> None:
+    """Show what was learned: requests, their weight against the seed, residents by layer, what moved most.
+
+    Coverage is the share of the recorded demand that the experts take which a start would keep.
+    """
+    from tidectl import profiles, tide
+
+    tide.show(profiles.find(profile) if profile else None, json)
+
+
+@tide.command("export")
+def tide_export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="To write; JSON.")],
+    profile: TideProfile = None,
+    json: Json = False,
+) -> None:
+    """Write a history to a file: counts of routed picks summed over all requests, no text. The daemon may be running."""
+    from tidectl import profiles, tide
+
+    tide.export(file, profiles.find(profile) if profile else None, json)
+
+
+@tide.command("import")
+def tide_import(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `tidectl tide export` wrote.")],
+    profile: TideProfile = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Add its votes to those of the history.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Set the history aside, begin with the file.")] = False,
+    json: Json = False,
+) -> None:
+    """Take over an exported history of the same model. Refused while a daemon records.
+
+    \b
+      tidectl tide export learned.json
+      tidectl tide import learned.json mini-deepseek --merge
+    """
+    from tidectl import profiles, tide
+
+    tide.import_(file, profiles.find(profile) if profile else None, merge, replace, json)
+
+
+@tide.command("merge")
+def tide_merge(
+    one: Annotated[Path, typer.Argument(metavar="A", help="An exported history.")],
+    other: Annotated[Path, typer.Argument(metavar="B", help="Another one, of the same model.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="To write: the votes of both.")],
+    json: Json = False,
+) -> None:
+    """Add two exported histories of one model."""
+    from tidectl import tide
+
+    tide.merge(one, other, out, json)
+
+
+@tide.command("reset")
+def tide_reset(
+    profile: TideProfile = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: Json = False,
+) -> None:
+    """Forget what was learned: the history is set aside under another name, and the next start begins with the seed.
+
+    Refused while a daemon records.
+    """
+    from tidectl import profiles, tide
+
+    tide.reset(profiles.find(profile) if profile else None, yes, json)
 
 
 @tide.command("simulate")

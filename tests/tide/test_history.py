@@ -15,7 +15,7 @@ import pytest
 
 from tided.errors import DataError, UnavailableError
 from tided.tide.demand import RouterShape, Vote, vote_of
-from tided.tide.history import History
+from tided.tide.history import History, set_aside
 
 SHAPE = RouterShape(3, 4, 2)
 IDENTITY = hashlib.sha256(b"a model").hexdigest()
@@ -285,3 +285,89 @@ def test_a_killed_writer_leaves_whole_votes_only(tmp_path, after):
     for i in range(history.demand.requests):
         expected.fold(vote(i), 0.9)
     assert same(expected, history)
+
+
+def test_a_history_is_set_aside_whole_and_never_deleted(tmp_path):
+    history = recorded(tmp_path)
+    before = history.path.read_bytes()
+    aside = set_aside(history.path)
+    assert aside.read_bytes() == before
+    assert not history.path.exists()
+    assert set_aside(history.path) is None
+    fresh = opened(tmp_path)
+    assert (fresh.demand.requests, fresh.note) == (0, "")
+    fresh.close()
+
+
+def test_votes_of_a_crash_go_with_what_is_set_aside(tmp_path):
+    writer = opened(tmp_path / "live")
+    writer.fold(vote(), 0.9)
+    (tmp_path / "state").mkdir()
+    for path in (tmp_path / "live").iterdir():
+        (tmp_path / "state" / path.name).write_bytes(path.read_bytes())
+    aside = set_aside(tmp_path / "state" / writer.path.name)
+    aside.rename(writer.path.with_name("back.sqlite"))
+    for path in (tmp_path / "state").iterdir():
+        path.rename(tmp_path / "live" / path.name.replace(aside.name, "back.sqlite"))
+    back = writer.path.with_name("back.sqlite")
+    with sqlite3.connect(back) as connection:
+        assert connection.execute("SELECT value FROM meta WHERE key = 'requests'").fetchone() == ("1",)
+    connection.close()
+    writer.close()
+
+
+def test_a_history_that_is_being_recorded_into_is_not_set_aside(tmp_path, monkeypatch):
+    monkeypatch.setattr("tided.tide.history.LOCK_TIMEOUT_S", 0.1)
+    owner = opened(tmp_path)
+    with pytest.raises(UnavailableError, match="another process"):
+        set_aside(owner.path)
+    owner.fold(vote(), 0.9)
+    owner.close()
+    assert opened(tmp_path).demand.requests == 1
+
+
+def test_noise_is_set_aside_too(tmp_path):
+    path = tmp_path / "demand.sqlite"
+    path.write_bytes(b"noise" * 1000)
+    assert set_aside(path).read_bytes() == b"noise" * 1000
+
+
+def test_a_whole_demand_is_taken_over_and_kept(tmp_path):
+    other = recorded(tmp_path / "other", 7)
+    history = recorded(tmp_path / "state", 2)
+    history = opened(tmp_path / "state")
+    history.replace(other.demand)
+    history.close()
+    assert same(opened(tmp_path / "state"), other)
+
+
+def test_a_history_is_readable_while_it_is_written(tmp_path):
+    """Every copy is one moment's: whole votes, never set aside, never more than were written."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", WRITER, str(tmp_path), str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as writer:
+        assert writer.stdout.readline() == "1\n"
+        seen = [opened(tmp_path, record=False) for _ in range(40)]
+        writer.send_signal(signal.SIGKILL)
+        told = int(writer.stdout.read().split("\n")[-2])
+    assert [history.note for history in seen] == [""] * 40
+    requests = [history.demand.requests for history in seen]
+    assert requests == sorted(requests)
+    assert 1 <= requests[0] <= requests[-1] <= told + 1
+
+
+def test_a_copy_that_was_overtaken_is_made_again(tmp_path, monkeypatch):
+    """The log was carried over and begun anew between the two halves of a copy: together they are no moment."""
+    path, copied = recorded(tmp_path).path, []
+
+    def overtaken(source, target):
+        copied.append(source)
+        target.write_bytes(source.read_bytes())
+        if len(copied) == 1:
+            again = opened(tmp_path)
+            again.fold(vote(9), 0.9)
+            again.close()
+
+    monkeypatch.setattr("tided.tide.history.shutil.copyfile", overtaken)
+    assert opened(tmp_path, record=False).demand.requests == 4
+    assert copied.count(path) == 2

@@ -16,6 +16,7 @@ import shutil
 import sqlite3
 import tempfile
 import zlib
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,6 +31,7 @@ APPLICATION_ID = 0x54494445  # "TIDE"
 VERSION = 2  # 1 held raw scores, which do not mix with votes
 UNIT = "request"
 LOCK_TIMEOUT_S = 2.0
+COPY_TRIES = 20
 SIDE_FILES = ("", "-wal", "-shm")
 
 SCHEMA = (
@@ -60,7 +62,7 @@ class History:
 
         Raises UnavailableError when another process records into the file, DataError when the disk fails.
         """
-        path = directory / f"demand-{identity[:16]}-{shape.layers}x{shape.experts}k{shape.top_k}.sqlite"
+        path = path_of(directory, identity, shape)
         if not record:
             demand, note = _read_copy(path, identity, shape)
             return cls(path, demand, None, note)
@@ -88,10 +90,44 @@ class History:
         else:
             self.write_error = ""
 
+    def replace(self, demand: Demand) -> None:
+        """What was known is forgotten for this. Raises DataError when it cannot be written; nothing is changed then."""
+        assert self._connection is not None, "opened for reading"
+        try:
+            _write(self._connection, demand)
+        except sqlite3.Error as e:
+            raise DataError(f"cannot be written: {e}", where=str(self.path)) from e
+        self.demand = demand
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def path_of(directory: Path, identity: str, shape: RouterShape) -> Path:
+    return directory / f"demand-{identity[:16]}-{shape.layers}x{shape.experts}k{shape.top_k}.sqlite"
+
+
+def set_aside(path: Path) -> Path | None:
+    """Ends a history, whatever its state: it is renamed, never deleted. Returns its new name, None where there is none.
+    Raises UnavailableError when another process records into it, DataError when the disk fails."""
+    if not path.exists():
+        return None
+    connection = _connect(path)
+    try:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("BEGIN EXCLUSIVE")
+        connection.execute("ROLLBACK")
+        return _set_aside(path)  # under the lock: no daemon may open it in between and record into the renamed file
+    except sqlite3.Error as e:
+        if isinstance(error := _translated(path, e), Foreign):
+            return _set_aside(path)  # what is no history is nobody's
+        raise error from e
+    except OSError as e:
+        raise DataError(f"cannot be renamed: {e.strerror}", where=str(path)) from e
+    finally:
+        connection.close()
 
 
 def _open_or_create(path: Path, identity: str, shape: RouterShape) -> tuple[sqlite3.Connection, Demand]:
@@ -138,9 +174,7 @@ def _read_copy(path: Path, identity: str, shape: RouterShape) -> tuple[Demand, s
     with tempfile.TemporaryDirectory(prefix="tided-history-") as scratch:
         copy = Path(scratch) / path.name
         try:
-            for suffix in ("", "-wal"):
-                if (source := path.with_name(path.name + suffix)).exists():
-                    shutil.copyfile(source, copy.with_name(copy.name + suffix))
+            _copy(path, copy)
         except OSError as e:
             raise DataError(f"cannot be read: {e.strerror}", where=str(path)) from e
         try:
@@ -151,6 +185,22 @@ def _read_copy(path: Path, identity: str, shape: RouterShape) -> tuple[Demand, s
             return Demand.none(shape), note
         connection.close()
     return demand, ""
+
+
+def _copy(path: Path, copy: Path) -> None:
+    """Database and log of one moment, though a daemon may be writing. Votes go to the end of the log, where a half
+    written one does not count; the database itself changes only when the log is carried over, and then again."""
+    for _ in range(COPY_TRIES):
+        before = path.stat()
+        for suffix in ("", "-wal"):
+            source, target = path.with_name(path.name + suffix), copy.with_name(copy.name + suffix)
+            target.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                shutil.copyfile(source, target)
+        after = path.stat()
+        if (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size):
+            return
+    raise DataError("is being written without a pause", where=str(path), hint="try again")
 
 
 def _create(connection: sqlite3.Connection, identity: str, shape: RouterShape) -> None:

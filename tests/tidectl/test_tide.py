@@ -1,0 +1,197 @@
+"""`tidectl tide show | export | import | merge | reset`, over histories of the bundled small model."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tidectl.canned import Canned, Tidectl
+from tidectl import running, tide
+from tided.tide.demand import vote_of
+from tided.tide.history import History
+
+MINI = Path(__file__).parents[2] / "profiles" / "mini-deepseek.toml"
+LAYERS, EXPERTS = 10, 48
+
+
+@pytest.fixture
+def model(state: Path) -> tide.Model:
+    return tide._model(MINI)
+
+
+@pytest.fixture(autouse=True)
+def short_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tided.tide.history.LOCK_TIMEOUT_S", 0.1)
+
+
+def learn(model: tide.Model, requests: int = 6, expert: int = 47) -> History:
+    """Requests that want one expert of each layer above all."""
+    history = History.open(model.history.parent, model.identity, model.shape, record=True)
+    counts = np.ones((LAYERS, EXPERTS))
+    counts[:, expert] = 100
+    for _ in range(requests):
+        history.fold(vote_of(counts, counts, model.shape), 0.9)
+    history.close()
+    return history
+
+
+def requests_of(model: tide.Model) -> int:
+    return History.open(model.history.parent, model.identity, model.shape, record=False).demand.requests
+
+
+def shown(tidectl: Tidectl) -> dict:
+    return json.loads(tidectl("tide", "show", str(MINI), "--json").stdout)
+
+
+def test_before_the_first_request_the_seed_alone_speaks(tidectl, model):
+    known = shown(tidectl)
+    assert (known["schema"], known["recorded"], known["requests"]) == ("tidectl.tide.show/1", False, 0)
+    assert (known["history_weight"], known["movers"], known["coverage_by_layer"]) == (0.0, [], None)
+    assert sum(known["start_by_layer"]) == 312
+    assert not model.history.exists()
+    screen = tidectl("tide", "show", str(MINI)).stdout
+    assert "none yet" in screen
+    assert "demand-seed.json" in screen
+
+
+def test_what_was_learned_is_shown(tidectl, model):
+    learn(model)
+    known = shown(tidectl)
+    assert known["requests"] == 6
+    assert known["votes"] == pytest.approx(sum(0.9**i for i in range(6)), abs=1e-3)
+    assert known["history_weight"] == pytest.approx(known["votes"] / (known["votes"] + 4), abs=1e-3)
+    assert known["half_life_requests"] == 10
+    assert {one["expert"] for one in known["movers"]} == {47}
+    assert all(one["kept"] and one["share"] > one["seed_share"] for one in known["movers"])
+    assert 0.65 < min(known["coverage_by_layer"]) <= max(known["coverage_by_layer"]) <= 1
+    screen = tidectl("tide", "show", str(MINI)).stdout
+    assert "6 requests" in screen
+    assert "half after 10.0 more" in screen
+    assert "weakest layer" in screen
+
+
+def test_a_running_daemon_tells_its_residents_by_layer(tidectl, model, monkeypatch):
+    learn(model)
+    live = [31, 31, 31, 31, 31, 31, 31, 31, 32, 32]
+    now = running.Snapshot("serving", str(MINI), "", 0.0, [], {"residents_by_layer": live}, [], None)
+    monkeypatch.setattr(running, "look", lambda: now)
+    known = shown(tidectl)
+    assert (known["running"], known["resident_by_layer"]) == (True, live)
+    assert known["start_by_layer"] != live
+    assert "at a start" in tidectl("tide", "show", str(MINI)).stdout
+    monkeypatch.setattr(running, "look", lambda: now._replace(profile="/another.toml"))
+    assert shown(tidectl)["running"] is False
+
+
+def test_without_a_profile_it_is_the_one_that_ran_last(tidectl, model):
+    missing = tidectl("tide", "show")
+    assert missing.exit_code == 3
+    assert "name a PROFILE" in missing.stderr
+
+
+def test_an_export_moves_to_another_machine(tidectl, model, tmp_path, monkeypatch):
+    learn(model)
+    file = tmp_path / "learned.json"
+    assert tidectl("tide", "export", str(file), str(MINI)).exit_code == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("TIDE_STATE_DIR", str(tmp_path / "other"))
+    result = tidectl("tide", "import", str(file), str(MINI), "--json")
+    assert json.loads(result.stdout) == {"schema": "tidectl.tide.import/1", "requests": 6, "aside": None}
+    assert requests_of(tide._model(MINI)) == 6
+
+
+def test_an_import_over_a_history_must_say_what_becomes_of_it(tidectl, model, tmp_path):
+    learn(model)
+    file = tmp_path / "learned.json"
+    tidectl("tide", "export", str(file), str(MINI))
+    refused = tidectl("tide", "import", str(file), str(MINI))
+    assert refused.exit_code == 2
+    assert "--merge" in refused.stderr
+    assert requests_of(model) == 6
+    assert tidectl("tide", "import", str(file), str(MINI), "--merge", "--replace").exit_code == 2
+    assert tidectl("tide", "import", str(file), str(MINI), "--merge").exit_code == 0
+    assert requests_of(model) == 12
+    replaced = tidectl("tide", "import", str(file), str(MINI), "--replace")
+    assert requests_of(model) == 6
+    assert "set-aside" in replaced.stderr
+    assert len(list(model.history.parent.glob("*.set-aside-*Z"))) == 1
+
+
+def test_a_history_of_another_model_is_refused_by_name(tidectl, model, tmp_path):
+    learn(model)
+    file, other = tmp_path / "learned.json", tmp_path / "other.json"
+    tidectl("tide", "export", str(file), str(MINI))
+    foreign = {
+        "identity": {"identity": "c" * 64},
+        "shape": {"experts": 47, **{k: [[1.0] * 47] * LAYERS for k in ("counts", "mass")}},
+    }
+    for name, change in foreign.items():
+        other.write_text(json.dumps(json.loads(file.read_text()) | change))
+        for command in (("import", str(other), str(MINI), "--merge"), ("merge", str(file), str(other), "out.json")):
+            result = tidectl("tide", *command)
+            assert result.exit_code == 65, (name, command)
+            assert model.identity[:16] in result.stderr
+    assert requests_of(model) == 6
+
+
+def test_two_exports_merge_into_a_third(tidectl, model, tmp_path):
+    one, other, out = (tmp_path / f"{name}.json" for name in ("one", "other", "out"))
+    learn(model)
+    tidectl("tide", "export", str(one), str(MINI))
+    learn(model, 4, expert=3)
+    tidectl("tide", "export", str(other), str(MINI))
+    assert tidectl("tide", "merge", str(one), str(other), str(out)).exit_code == 0
+    assert json.loads(out.read_text())["requests"] == 16
+    again = tidectl("tide", "merge", str(one), str(other), str(out))
+    assert again.exit_code == 2
+    assert "is there already" in again.stderr
+
+
+def test_a_reset_asks_and_sets_aside(tidectl, model):
+    learn(model)
+    refused = tidectl("tide", "reset", str(MINI))
+    assert refused.exit_code == 2
+    assert "--yes" in refused.stderr
+    assert requests_of(model) == 6
+    assert tidectl("tide", "reset", str(MINI), "--yes").exit_code == 0
+    assert not model.history.exists()
+    (aside,) = model.history.parent.glob("*.set-aside-*Z")
+    assert aside.stat().st_size > 0
+    assert "there was no history" in tidectl("tide", "reset", str(MINI), "--yes").stderr
+
+
+def test_a_history_that_a_daemon_records_into_is_read_and_not_changed(tidectl, model, tmp_path):
+    learn(model)
+    file = tmp_path / "learned.json"
+    owner = History.open(model.history.parent, model.identity, model.shape, record=True)
+    assert shown(tidectl)["requests"] == 6
+    assert tidectl("tide", "export", str(file), str(MINI)).exit_code == 0
+    for command in (("reset", str(MINI), "--yes"), ("import", str(file), str(MINI), "--merge"),
+                    ("import", str(file), str(MINI), "--replace")):  # fmt: skip
+        result = tidectl("tide", *command)
+        assert result.exit_code == 69, command
+        assert "another process records" in result.stderr
+    owner.close()
+    assert requests_of(model) == 6
+
+
+def test_nothing_recorded_is_nothing_to_export(tidectl, model, tmp_path):
+    result = tidectl("tide", "export", str(tmp_path / "learned.json"), str(MINI))
+    assert result.exit_code == 65
+    assert not (tmp_path / "learned.json").exists()
+
+
+def test_a_damaged_history_is_told_of_and_not_exported(tidectl, model, tmp_path):
+    learn(model)
+    model.history.write_bytes(b"noise" * 999)
+    assert "not used" in shown(tidectl)["note"]
+    assert tidectl("tide", "export", str(tmp_path / "learned.json"), str(MINI)).exit_code == 65
+
+
+def test_no_command_of_the_tide_waits_for_torch(server: Canned):
+    import subprocess
+
+    code = "import sys, tidectl.tide; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
