@@ -36,7 +36,11 @@ resolve: setup ## the tested versions resolve for x86_64 and aarch64 (nothing is
 	    || exit 1; echo "$$machine: resolved"; done
 
 test: lint resolve ## everything that can be tested without an accelerator
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not gpu"
+
+test-gpu: setup ## what needs a CUDA device; says so where there is none
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	  then $(BIN)/pytest -m gpu; else echo "no CUDA device here: nothing was tested"; fi
 
 bench: setup ## where a decode step of the mini model spends its time, on two ranks
 	$(BIN)/python bench/decode_step.py profiles/mini-deepseek.toml
@@ -44,4 +48,4 @@ bench: setup ## where a decode step of the mini model spends its time, on two ra
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
-.PHONY: help setup demo lint resolve test bench clean
+.PHONY: help setup demo lint resolve test test-gpu bench clean
