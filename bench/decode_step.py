@@ -2,9 +2,10 @@
 
     python bench/decode_step.py profiles/mini-deepseek.toml [--ranks N] [--lanes N] [--resident N] [--steps N]
 
-The ranks run the real engine: lockstep over ZeroMQ, collectives, sampling, accounting; only HTTP is left out. Of a step
-of rank 0, `collectives` is the time in the data plane, waiting for slower ranks included; `model` the rest of the
-model's decode; `host` all that is left: deciding, sending, sampling, events, statistics.
+The ranks run the real engine: lockstep over ZeroMQ, collectives, sampling, accounting, plans; only HTTP is left out. Of
+a step of rank 0, `collectives` is the time its thread spends in the data plane, waiting for slower ranks included (on
+CUDA: the time to launch them); `model` the rest of the model's decode; `sampler` the draws; `host` all that is left:
+deciding, sending, events, statistics. One more line tells what a draw costs at the vocabulary of the large models.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -25,7 +27,8 @@ from tided import guard
 from tided.cache.pool import PAGE_TOKENS
 from tided.control.keys import load_keys
 from tided.control.lockstep import Follower, Leader, Solo
-from tided.engine.build import Rank, build_rank, open_model, scheduler_limits
+from tided.engine import executor, sampling
+from tided.engine.build import OpenedModel, Rank, build_rank, open_model, scheduler_limits
 from tided.engine.core import FollowerEngine
 from tided.engine.dataplane import TorchGroup
 from tided.engine.devices import use_device
@@ -34,16 +37,24 @@ from tided.engine.local_ranks import free_port, run_ranks
 from tided.engine.offline import first_pairs, given, settings_of
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Request, Sampling
-from tided.errors import TideError
+from tided.errors import TideError, UsageError
 from tided.models.base import LaneState
 from tided.models.parallel import Alone
 from tided.profile import load
 from tided.settings import Cache, Settings
+from tided.tide.demand import RouterShape
+from tided.tide.history import History
+from tided.tide.pilot import Pilot
+from tided.tide.seed import load_seed
 
 JOB, RESULT, KEYS, PHASES = "job.json", "result.json", "keys.json", "phases.txt"
 WARM_STEPS = 8
 TIMEOUT_S = 1800.0
 HOST_LIMIT_MS = 1.0
+PARTS = ("model", "collectives", "sampler", "host")
+SAMPLING = Sampling(temperature=1.0, top_p=0.95)
+LARGE_VOCABULARY = 129_280
+LARGE_DRAWS = 20
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -58,6 +69,7 @@ class Times(msgspec.Struct):
     step: list[float] = []
     model: list[float] = []
     collectives: list[float] = []
+    sampler: list[float] = []
     host: list[float] = []
     calls: int = 0
     resident: int = 0
@@ -79,6 +91,19 @@ class TimedModel:
         return logits
 
 
+class TimedSampler:
+    """The executor's sampler, with the seconds of its last call."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
+        began = time.perf_counter()
+        tokens = sampling.sample(logits, rows)
+        self.seconds = time.perf_counter() - began
+        return tokens
+
+
 def run_rank(folder: Path, number: int) -> None:
     job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
     use_device(job.settings, number)
@@ -91,6 +116,8 @@ def run_rank(folder: Path, number: int) -> None:
         pairs = follower.join(facts).residents
     else:
         leader = Leader(settings, load_keys(folder / KEYS, create=True)) if settings.parallel.ranks > 1 else Solo()
+        pilot = pilot_of(opened, folder)
+        pairs = pilot.boot_pairs()
         leader.gather(facts, pairs)
     group = TorchGroup(settings, number) if settings.parallel.ranks > 1 else Alone()
     rank = build_rank(opened, group, pairs, lambda what, done, total: tell(folder, number, f"loading: {what}"))
@@ -101,7 +128,7 @@ def run_rank(folder: Path, number: int) -> None:
     else:
         leader.ready(rank.residents.digest())
         tell(folder, number, f"prompts of {job.prompt_tokens} tokens, then {WARM_STEPS} + {job.steps} steps")
-        times = measure(job, rank, leader, group)
+        times = measure(job, rank, leader, group, pilot)
         (folder / RESULT).write_bytes(msgspec.json.encode(times))
     if failures:
         raise failures[0]
@@ -127,12 +154,22 @@ class Shown:
             print(phase, file=sys.stderr, flush=True)
 
 
-def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone) -> Times:
+def pilot_of(opened: OpenedModel, folder: Path) -> Pilot:
+    """As at a first start: the profile's seed, a history of this run's own."""
+    shape, tide = opened.shape, opened.settings.tide
+    router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
+    history = History.open(folder / "history", opened.checkpoint.identity(), router, tide.record)
+    seed = load_seed(Path(tide.seed), shape.family, router) if tide.seed else None
+    return Pilot(history, seed, tide, router, opened.settings.experts.resident)
+
+
+def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone, pilot: Pilot) -> Times:
     """Decode steps of full lanes, one after the other, after a few that do not count."""
-    model = TimedModel(rank)
+    model, sampler = TimedModel(rank), TimedSampler()
     rank.executor.model = model
+    executor.sample = sampler
     limits = scheduler_limits(job.settings)
-    engine = LeaderEngine(rank.executor, Scheduler(limits), link, lambda events: None, lambda error: None)
+    engine = LeaderEngine(rank.executor, Scheduler(limits), link, lambda events: None, lambda error: None, pilot)
     for lane in range(limits.lanes):
         engine.submit(request(job, lane, rank.opened.shape.vocab_size))
     engine.take_in()
@@ -148,8 +185,9 @@ def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone
         calls_now, waited_now = counters(group)
         if step >= WARM_STEPS:
             shared = waited_now - waited
-            parts = (whole, model.seconds - shared, shared, whole - model.seconds)
-            for name, value in zip(("step", "model", "collectives", "host"), parts, strict=True):
+            drawn = sampler.seconds
+            parts = (whole, model.seconds - shared, shared, drawn, whole - model.seconds - drawn)
+            for name, value in zip(("step", *PARTS), parts, strict=True):
                 getattr(times, name).append(1000 * value)
             times.calls = calls_now - calls
     link.stop("measured")
@@ -160,8 +198,8 @@ def request(job: Job, lane: int, vocab_size: int) -> Request:
     """A prompt of arbitrary tokens, and more answer than is measured; drawn, because drawing costs more than argmax."""
     ids = [(lane * 7919 + 104_729 * i) % vocab_size for i in range(job.prompt_tokens)]
     tokens = answer_tokens(job.settings.engine.lanes, job.prompt_tokens, job.steps)
-    sampling = Sampling(temperature=1.0, top_p=0.95, seed=lane)
-    return Request(request_id=f"bench-{lane}", prompt_ids=ids, sampling=sampling, max_tokens=tokens, stop_ids=())
+    drawn = replace(SAMPLING, seed=lane)
+    return Request(request_id=f"bench-{lane}", prompt_ids=ids, sampling=drawn, max_tokens=tokens, stop_ids=())
 
 
 def answer_tokens(lanes: int, prompt_tokens: int, steps: int) -> int:
@@ -188,8 +226,19 @@ def report(times: Times, job: Job) -> dict[str, Any]:
         "context_tokens": job.prompt_tokens,
         "collectives_a_step": times.calls,
         "tokens_a_second": 1000 * lanes / statistics.median(times.step),
-        **{part: spread(getattr(times, part)) for part in ("step", "model", "collectives", "host")},
+        **{part: spread(getattr(times, part)) for part in ("step", *PARTS)},
+        "sampler_at": {"vocabulary": LARGE_VOCABULARY, "median_ms": large_draw_ms()},
     }
+
+
+def large_draw_ms() -> float:
+    """Median milliseconds of one draw with the requests' sampling, from logits as spread as a model's."""
+    logits = 4 * torch.randn(1, LARGE_VOCABULARY, generator=torch.Generator().manual_seed(1))
+    seconds, timed = [], TimedSampler()
+    for position in range(LARGE_DRAWS):
+        timed(logits, [(SAMPLING, position)])
+        seconds.append(timed.seconds)
+    return 1000 * statistics.median(seconds)
 
 
 def show(figures: dict[str, Any]) -> None:
@@ -197,18 +246,22 @@ def show(figures: dict[str, Any]) -> None:
         f"{figures['ranks']} ranks, {figures['lanes']} lanes, {figures['resident']} experts resident "
         f"({100 * figures['resident_share']:.1f} %), {figures['steps']} steps after {figures['context_tokens']} tokens"
     )
-    for part in ("step", "model", "collectives", "host"):
+    for part in ("step", *PARTS):
         times = figures[part]
         share = 100 * times["median_ms"] / figures["step"]["median_ms"]
         print(
             f"  {part:12}{times['median_ms']:9.2f} ms {share:6.1f} %   ({times['p10_ms']:.2f} to {times['p90_ms']:.2f})"
         )
+    large = figures["sampler_at"]
+    print(f"  a draw at a vocabulary of {large['vocabulary']:,}: {large['median_ms']:.2f} ms")
     verdict = "within" if figures["host"]["median_ms"] < HOST_LIMIT_MS else "OVER"
     print(f"  {figures['tokens_a_second']:.1f} tokens/s; {figures['collectives_a_step']} collectives a step; host time")
     print(f"  {verdict} its limit of {HOST_LIMIT_MS:g} ms")
 
 
 def job_of(options: argparse.Namespace) -> Job:
+    if options.steps < 2 or options.context < 1:
+        raise UsageError("at least 2 steps are measured, after a prompt of at least 1 token")
     target = Path(options.target)
     settings = settings_of(target) if target.is_dir() else load(target)
     ranks, lanes = given(options.ranks, settings.parallel.ranks), given(options.lanes, 1)

@@ -23,11 +23,17 @@ def test_two_ranks_are_measured():
     figures = json.loads(done.stdout)
     assert (figures["ranks"], figures["lanes"], figures["steps"], figures["resident_share"]) == (2, 2, 5, 0.65)
     assert figures["collectives_a_step"] >= 20  # two a layer, and the vocabulary
-    parts = [figures[part]["median_ms"] for part in ("model", "collectives", "host")]
+    parts = [figures[part]["median_ms"] for part in ("model", "collectives", "sampler", "host")]
     assert all(part > 0 for part in parts)
+    assert (figures["sampler_at"]["vocabulary"], figures["sampler_at"]["median_ms"] > 0) == (129_280, True)
     assert sum(parts) == pytest.approx(figures["step"]["median_ms"], rel=0.5)
 
 
 def test_a_budget_that_cannot_be_is_refused_with_its_exit_code():
     done = bench(str(GOLDEN), "--ranks", "1", "--resident", "7", "--steps", "5")
     assert (done.returncode, "experts.resident = 7: this model needs 30 to 80" in done.stderr) == (78, True)
+
+
+def test_one_step_has_no_spread():
+    done = bench(str(GOLDEN), "--ranks", "1", "--steps", "1")
+    assert (done.returncode, "at least 2 steps" in done.stderr, "Traceback" in done.stderr) == (2, True, False)

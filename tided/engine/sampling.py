@@ -49,10 +49,11 @@ def sample(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
     """
     if not is_finite(logits):
         raise PairError("the model computed logits that are no numbers", hint="restart the pair; check its checkpoint")
-    best = first_max(logits).tolist()
+    greedy = [number for number, (sampling, _) in enumerate(rows) if sampling.temperature <= 0]
+    best = dict(zip(greedy, first_max(logits[greedy]).tolist(), strict=True)) if greedy else {}
     return [
-        draw(row, sampling, noise(sampling.seed, position)) if sampling.temperature > 0 else greedy
-        for row, greedy, (sampling, position) in zip(logits, best, rows, strict=True)
+        best[number] if number in best else draw(logits[number], sampling, noise(sampling.seed, position))
+        for number, (sampling, position) in enumerate(rows)
     ]
 
 
@@ -64,9 +65,18 @@ def first_max(logits: Tensor) -> Tensor:
 
 def draw(row: Tensor, sampling: Sampling, bits: int) -> int:
     """row [vocab] fp32 finite; `bits` 64 uniform bits -> a token id of the filtered distribution."""
-    weights = torch.exp((row.double() - row.max()) / sampling.temperature)
-    kept = torch.where(weights >= least_weight(weights, sampling), weights, 0.0)
-    cumulative = (kept * (1 << _WEIGHT_BITS)).to(torch.int64).cumsum(dim=0)
+    weights = row.to(torch.float64, copy=True).sub_(row.max()).div_(sampling.temperature).exp_()
+    least = least_weight(weights, sampling)
+    if least <= 0:
+        return _drawn(weights, bits)
+    ids = (weights >= least).nonzero().squeeze(1)
+    return int(ids[_drawn(weights[ids], bits)])
+
+
+def _drawn(weights: Tensor, bits: int) -> int:
+    """weights [n], changed in place -> the index that the bits fall on."""
+    cumulative = weights.mul_(1 << _WEIGHT_BITS).to(torch.int64)
+    torch.cumsum(cumulative, dim=0, out=cumulative)
     target = bits * int(cumulative[-1]) >> 64
     return int(torch.searchsorted(cumulative, target, right=True))
 
