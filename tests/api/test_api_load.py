@@ -204,6 +204,7 @@ async def test_long_bodies_have_a_budget_and_short_ones_need_none(serve, engine)
     await until(lambda: context.admission.held_bytes == 4 * size)
     status, message = await refusal(server, f"Content-Length: {SHORT_BYTES + 1}\r\n")
     assert (status, "long requests" in message) == (429, True)
+    assert (await refusal(server, f"Content-Length: {SHORT_BYTES + 1}\r\nExpect: 100-continue\r\n"))[0] == 429
     assert (await refusal(server, "Transfer-Encoding: chunked\r\n", chunk))[0] == 429
     assert (await refusal(server, f"Content-Length: {size + 1}\r\n"))[0] == 413
     assert (await server.ask(said("short")))[0] == 200
