@@ -17,6 +17,7 @@ from tests.daemon.tiny import profile_text
 from tided import boot, life
 from tided.control.progress import Progress
 from tided.control.state import StateFile, read_rank
+from tided.engine.flight import Flight
 from tided.engine.offline import settings_of
 from tided.errors import DataError, PairError, TideError, UnavailableError
 from tided.life import Daemon
@@ -25,6 +26,7 @@ from tided.settings import Cache, Engine, Experts, Server
 
 class FakeEngine:
     seq = 0
+    flight = Flight()
 
 
 @pytest.fixture
