@@ -42,7 +42,7 @@ def run(
 
 
 def _target(profile: Path | None, checkpoint: Path | None) -> Settings | Path:
-    from tided.profile import load, refuse_missing, refuse_unread
+    from tided.profile import load_for_start
     from tided.profile.start import checkpoint_fault
 
     if checkpoint is not None and profile is None:
@@ -51,10 +51,7 @@ def _target(profile: Path | None, checkpoint: Path | None) -> Settings | Path:
         return checkpoint
     if profile is None or checkpoint is not None:
         raise UsageError("name either a profile or a checkpoint", hint="tidectl logits PROFILE ... | --checkpoint DIR")
-    settings = load(profile)
-    refuse_unread(settings, profile)
-    refuse_missing(settings, profile)
-    return settings
+    return load_for_start(profile)
 
 
 def _compute(target: Settings | Path, ids: list[int], out: Path, options: Options) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from tidectl.fits import refuse_misfit
 from tidectl.output import say
 from tidectl.supervise import local_ranks
 from tided.errors import ConfigError, PermissionError_, TideError, UnavailableError
-from tided.profile import Problem, check, load, refuse_missing, refuse_unread
+from tided.profile import Problem, check, load_for_start
 from tided.profile.reading import read
 from tided.settings import Settings
 
@@ -29,9 +29,7 @@ class Port(NamedTuple):
 def check_profile(path: Path) -> Settings:
     """The profile is valid, this build acts on all of it, its checkpoint is here and fits, a rank is for this
     machine."""
-    settings = load(path)
-    refuse_unread(settings, path)
-    refuse_missing(settings, path)
+    settings = load_for_start(path)
     refuse_misfit(settings, path)
     if not local_ranks(settings.parallel):
         raise ConfigError(_foreign(settings), where=str(path))

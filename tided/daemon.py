@@ -23,7 +23,7 @@ from tided.control.state import StateFile
 from tided.control.wire import all_local
 from tided.errors import ConfigError, PermissionError_, TideError, UsageError
 from tided.life import Daemon
-from tided.profile import load, refuse_missing, refuse_unread
+from tided.profile import load_for_start
 from tided.settings import Settings
 
 log = logging.getLogger("daemon")
@@ -109,9 +109,7 @@ def _state_dir(chosen: Path | None) -> Path:
 
 
 def _checked(profile: Path, rank: int) -> Settings:
-    settings = load(profile)
-    refuse_unread(settings, profile)
-    refuse_missing(settings, profile)
+    settings = load_for_start(profile)
     parallel = settings.parallel
     if not 0 <= rank < parallel.ranks:
         raise UsageError(f"there is no rank {rank}: parallel.ranks is {parallel.ranks}", where=str(profile))

@@ -5,7 +5,7 @@
 - `policy`:  decided by rank 0 alone (limits, texts, names). Other ranks never act on it.
 
 A field with `built=False` is part of the profile format, but nothing in this build reads it: a start with a value other
-than its default is refused, naming the line (`tided.profile.refuse_unread`).
+than its default is refused, naming the line (`tided.profile.load_for_start`).
 """
 
 from typing import Annotated, Any, Literal

@@ -55,7 +55,7 @@ def test_a_number_without_end(profile, tmp_path):
     assert read_rank(tmp_path / "state", 0).exit_code == 78
 
 
-BROKEN = "import sys; from tided import daemon; daemon.load = lambda _: 1 // 0; sys.exit(daemon.main())"
+BROKEN = "import sys; from tided import daemon; daemon.load_for_start = lambda _: 1 // 0; sys.exit(daemon.main())"
 
 
 def test_a_mistake_of_ours_before_anything_runs_reaches_the_state_file(tmp_path):

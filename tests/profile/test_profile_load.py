@@ -8,8 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tided.errors import ConfigError, DataError
-from tided.profile import check, load, refuse_missing, refuse_unread
+from tided.profile import check, load, load_for_start, loader
+from tided.profile.reading import Reading, read
 from tided.profile.schema import KEYS, SECTIONS, value_of
+from tided.profile.start import refuse_missing, refuse_unread
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = sorted((ROOT / "profiles").glob("*.toml"))
@@ -95,25 +97,25 @@ def test_a_setting_that_nothing_reads_is_refused_at_a_start_only(profile: Path) 
     notes = [problem for problem in check(profile) if "does not act" in problem.message]
     assert [(note.severity, note.line) for note in notes] == [("note", 11)]
     with pytest.raises(ConfigError) as refused:
-        refuse_unread(found, profile)
+        refuse_unread(found, read(profile))
     assert f"{profile}:11:1: error: this build does not act on 'engine.draft'" in str(refused.value)
     assert 'set it to its default: "off"' in str(refused.value)
     assert "hot_ring_slots" not in str(refused.value)  # written, but with its default
     profile.write_text(VALID)
-    refuse_unread(load(profile), profile)
+    refuse_unread(load(profile), read(profile))
 
 
 def test_a_missing_checkpoint_or_seed_is_refused_with_its_path(profile: Path) -> None:
     profile.write_text(f'{VALID}[tide]\nseed = "seed.json"\n')
     with pytest.raises(DataError) as refused:
-        refuse_missing(load(profile), profile)
+        refuse_missing(load(profile), read(profile))
     assert refused.value.exit_code == 65
     assert f"{profile}:2:1: error: there is no checkpoint at {profile.parent / 'models' / 'a'}" in str(refused.value)
     assert f"{profile}:10:1: error: there is no demand seed at {profile.parent / 'seed.json'}" in str(refused.value)
     assert [problem.severity for problem in check(profile)] == ["note", "note"]
     checkpoint(profile.parent / "models" / "a")
     (profile.parent / "seed.json").write_text("{}")
-    refuse_missing(load(profile), profile)
+    refuse_missing(load(profile), read(profile))
     assert check(profile) == []
 
 
@@ -123,12 +125,12 @@ def test_missing_packs_are_refused_with_the_command_that_makes_them(profile: Pat
     packs = profile.parent / "packs"
     for found in (f"{packs} cannot be read as a directory of packs", f"there is no pack of experts in {packs}"):
         with pytest.raises(DataError) as refused:
-            refuse_missing(load(profile), profile)
+            refuse_missing(load(profile), read(profile))
         assert found in str(refused.value)
         assert f"tidectl pack {profile}" in str(refused.value)
         packs.mkdir(exist_ok=True)
     (packs / "experts-rank-0-of-2.mxfp4").write_bytes(b"")
-    refuse_missing(load(profile), profile)
+    refuse_missing(load(profile), read(profile))
 
 
 @pytest.mark.parametrize(
@@ -138,14 +140,30 @@ def test_a_directory_that_is_no_checkpoint(profile: Path, name: str, message: st
     directory = checkpoint(profile.parent / "models" / "a")
     next(directory.glob(name)).unlink()
     with pytest.raises(DataError, match=message.replace("*", r"\*")):
-        refuse_missing(load(profile), profile)
+        refuse_missing(load(profile), read(profile))
 
 
 def test_a_file_is_no_checkpoint(profile: Path) -> None:
     (profile.parent / "models").mkdir()
     (profile.parent / "models" / "a").write_text("x")
     with pytest.raises(DataError, match="Not a directory"):
-        refuse_missing(load(profile), profile)
+        refuse_missing(load(profile), read(profile))
+
+
+def test_a_start_reads_its_profile_once(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its checks judge one text, though another is written meanwhile."""
+    checkpoint(profile.parent / "models" / "a")
+    profile.write_text(VALID)
+
+    def read_then_replaced(path: Path) -> Reading:
+        found = read(path)
+        path.write_text(f'{VALID}[engine]\ndraft = "confidence"\n')
+        return found
+
+    monkeypatch.setattr(loader, "read", read_then_replaced)
+    assert load_for_start(profile).engine.draft == "off"
+    with pytest.raises(ConfigError, match=r"does not act on 'engine\.draft'"):
+        load_for_start(profile)
 
 
 @pytest.mark.parametrize("path", BUNDLED, ids=lambda path: path.stem)
@@ -154,7 +172,7 @@ def test_bundled_profiles_have_no_error(path: Path) -> None:
 
 
 def test_the_mini_profile_asks_for_nothing_unbuilt() -> None:
-    refuse_unread(load(MINI), MINI)
+    refuse_unread(load(MINI), read(MINI))
     found = load(MINI)
     assert (found.parallel.ranks, found.cache.context_tokens, found.cache.pool_tokens) == (2, 4096, 8192)
     assert found.model.path == str(ROOT / "minis" / "deepseek")

@@ -4,22 +4,22 @@ from pathlib import Path
 
 from tided.errors import ConfigError, DataError
 from tided.profile.problems import Problem, Severity, in_order, render
-from tided.profile.reading import Reading, read
+from tided.profile.reading import Reading
 from tided.profile.rules import is_file
 from tided.profile.schema import KEYS, value_of
 from tided.settings import Settings
 
 
-def refuse_unread(settings: Settings, path: Path | str) -> None:
+def refuse_unread(settings: Settings, reading: Reading) -> None:
     """A setting that nothing reads must not look as if it counted (C8). Raises ConfigError naming the lines."""
-    problems = unread(settings, read(Path(path)), "error")
+    problems = unread(settings, reading, "error")
     if problems:
         raise ConfigError(render(problems))
 
 
-def refuse_missing(settings: Settings, path: Path | str) -> None:
+def refuse_missing(settings: Settings, reading: Reading) -> None:
     """The checkpoint, the packs and the demand seed must be there. Raises DataError naming the line and the path."""
-    problems = missing(settings, read(Path(path)), "error")
+    problems = missing(settings, reading, "error")
     if problems:
         raise DataError(render(problems))
 
