@@ -117,6 +117,21 @@ def test_the_least_number_of_tokens_is_worth_something(tokenizer, directory):
     assert tokenizer.least_tokens([Segment("a" * longest * 7)]) == 7
 
 
+@pytest.mark.parametrize(
+    ("normalizer", "least"),
+    [
+        (None, 1),
+        ({"type": "Sequence", "normalizers": []}, 1),
+        ({"type": "Replace", "pattern": {"String": "a"}, "content": ""}, 0),
+    ],
+    ids=["absent", "empty", "deletes"],
+)
+def test_of_a_text_that_may_become_shorter_nothing_is_sure(directory, tmp_path, normalizer, least):
+    definition = json.loads((directory / "tokenizer.json").read_text()) | {"normalizer": normalizer}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    assert min(Tokenizer.open(tmp_path).least_tokens([Segment("a" * 1000)]), 1) == least
+
+
 @pytest.mark.parametrize("pattern", [None, r"[\w ]+", r"\w+\W?", r"\n\w+"])
 def test_a_tokenizer_whose_words_go_on_where_we_cut_is_refused(directory, tmp_path, pattern):
     definition = json.loads((directory / "tokenizer.json").read_text())
