@@ -6,6 +6,10 @@ The ranks run the real engine: lockstep over ZeroMQ, collectives, sampling, acco
 a step of rank 0, `collectives` is the time its thread spends in the data plane, waiting for slower ranks included (on
 CUDA: the time to launch them); `model` the rest of the model's decode; `sampler` the draws; `host` all that is left:
 deciding, sending, events, statistics. One more line tells what a draw costs at the vocabulary of the large models.
+
+    --swaps N    N residents are exchanged while steps are measured: steps while reads are under way, and those that
+                 publish, beside the others
+    --ring N     the same run without and with a hot ring of N slots, in turns, --rounds times: what hot reads cost
 """
 
 import argparse
@@ -37,7 +41,8 @@ from tided.engine.local_ranks import free_port, run_ranks
 from tided.engine.offline import first_pairs, given, settings_of
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Request, Sampling
-from tided.errors import TideError, UsageError
+from tided.errors import ConfigError, TideError, UsageError
+from tided.experts.arena import Pair
 from tided.models.base import LaneState
 from tided.models.parallel import Alone
 from tided.profile import load
@@ -61,6 +66,7 @@ class Job(msgspec.Struct, frozen=True):
     settings: Settings
     prompt_tokens: int
     steps: int
+    swaps: int = 0
 
 
 class Times(msgspec.Struct):
@@ -71,6 +77,9 @@ class Times(msgspec.Struct):
     collectives: list[float] = []
     sampler: list[float] = []
     host: list[float] = []
+    moving: list[bool] = []  # steps with reads under way, or with a change of the routable set
+    swapped: int = 0
+    hot_reads: int = 0
     calls: int = 0
     resident: int = 0
     total: int = 0
@@ -128,7 +137,7 @@ def run_rank(folder: Path, number: int) -> None:
     else:
         leader.ready(rank.residents.digest())
         tell(folder, number, f"prompts of {job.prompt_tokens} tokens, then {WARM_STEPS} + {job.steps} steps")
-        times = measure(job, rank, leader, group, pilot)
+        times = measure(job, rank, leader, group, None if job.swaps else pilot)
         (folder / RESULT).write_bytes(msgspec.json.encode(times))
     if failures:
         raise failures[0]
@@ -163,7 +172,7 @@ def pilot_of(opened: OpenedModel, folder: Path) -> Pilot:
     return Pilot(history, seed, tide, router, opened.settings.experts.resident)
 
 
-def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone, pilot: Pilot) -> Times:
+def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone, pilot: Pilot | None) -> Times:
     """Decode steps of full lanes, one after the other, after a few that do not count."""
     model, sampler = TimedModel(rank), TimedSampler()
     rank.executor.model = model
@@ -176,7 +185,12 @@ def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone
     while any(running.in_prefill for running in engine.scheduler.running.values()) or not engine.seq:
         engine.turn()
     times = Times(resident=len(rank.residents.pairs), total=len(rank.opened.all_pairs))
+    swaps = exchanges(rank, job.swaps)
+    before = rank.residents.pairs
     for step in range(WARM_STEPS + job.steps):
+        if step == WARM_STEPS + job.steps // 4:
+            engine.motion.take_plan(swaps, "measured")
+        moving, generation = engine.motion.planned + engine.motion.reading > 0, rank.residents.generation
         calls, waited = counters(group)
         began = time.perf_counter()
         engine.take_in()
@@ -189,9 +203,24 @@ def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone
             parts = (whole, model.seconds - shared, shared, drawn, whole - model.seconds - drawn)
             for name, value in zip(("step", *PARTS), parts, strict=True):
                 getattr(times, name).append(1000 * value)
+            times.moving.append(moving or rank.residents.generation != generation)
             times.calls = calls_now - calls
+    times.swapped, times.hot_reads = len(set(rank.residents.pairs) - set(before)), engine.motion.count.issued
     link.stop("measured")
     return times
+
+
+def exchanges(rank: Rank, count: int) -> list[tuple[Pair, Pair]]:
+    """Swaps inside layers, spread over them: the last residents for the first absentees."""
+    residents, swaps = rank.residents.pairs, []
+    here = set(residents)
+    absent = [pair for pair in rank.opened.all_pairs if pair not in here]
+    for layer in range(rank.opened.shape.moe_layers):
+        leaving = [pair for pair in reversed(residents) if pair[0] == layer]
+        swaps += list(enumerate(zip(leaving, [pair for pair in absent if pair[0] == layer], strict=False)))
+    if len(swaps) < count:
+        raise ConfigError(f"only {len(swaps)} experts can be exchanged inside their layers")
+    return [swap for _, swap in sorted(swaps)[:count]]
 
 
 def request(job: Job, lane: int, vocab_size: int) -> Request:
@@ -228,6 +257,22 @@ def report(times: Times, job: Job) -> dict[str, Any]:
         "tokens_a_second": 1000 * lanes / statistics.median(times.step),
         **{part: spread(getattr(times, part)) for part in ("step", *PARTS)},
         "sampler_at": {"vocabulary": LARGE_VOCABULARY, "median_ms": large_draw_ms()},
+        **({"swaps": swaps_of(times)} if job.swaps else {}),
+    }
+
+
+def swaps_of(times: Times) -> dict[str, Any]:
+    """Steps while experts are exchanged against the others of the same run, in milliseconds and as shares."""
+    moving = [value for value, moves in zip(times.step, times.moving, strict=True) if moves]
+    rest = [value for value, moves in zip(times.step, times.moving, strict=True) if not moves]
+    median = statistics.median(times.step)
+    return {
+        "swapped": times.swapped,
+        "steps": len(moving),
+        "median_ms": statistics.median(moving),
+        "worst_ms": max(moving),
+        "worst_of_median": max(moving) / median,
+        "worst_of_median_at_rest": max(rest) / median,
     }
 
 
@@ -251,6 +296,12 @@ def show(figures: dict[str, Any]) -> None:
         share = 100 * times["median_ms"] / figures["step"]["median_ms"]
         print(
             f"  {part:12}{times['median_ms']:9.2f} ms {share:6.1f} %   ({times['p10_ms']:.2f} to {times['p90_ms']:.2f})"
+        )
+    if swaps := figures.get("swaps"):
+        print(
+            f"  {swaps['swapped']} swaps in {swaps['steps']} steps: median {swaps['median_ms']:.2f} ms, worst "
+            f"{swaps['worst_ms']:.2f} ms, {swaps['worst_of_median']:.2f} x the median "
+            f"(worst of the other steps: {swaps['worst_of_median_at_rest']:.2f} x)"
         )
     large = figures["sampler_at"]
     print(f"  a draw at a vocabulary of {large['vocabulary']:,}: {large['median_ms']:.2f} ms")
@@ -276,7 +327,45 @@ def job_of(options: argparse.Namespace) -> Job:
         ),
         options.context,
         options.steps,
+        options.swaps,
     )
+
+
+def run(job: Job) -> Times:
+    with tempfile.TemporaryDirectory(prefix="tidelm-bench-") as name:
+        folder = Path(name)
+        (folder / JOB).write_bytes(msgspec.json.encode(job))
+        print("starting the ranks", file=sys.stderr, flush=True)
+        command = [__file__, "--as-rank"]
+        run_ranks(command, folder, job.settings.parallel.ranks, TIMEOUT_S, Shown(folder / PHASES))
+        return msgspec.json.decode((folder / RESULT).read_bytes(), type=Times)
+
+
+def paired(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs without and with the ring in turns, each pair in the other order."""
+    speeds: dict[int, list[float]] = {0: [], options.ring: []}
+    reads = 0
+    for number in range(options.rounds):
+        for slots in (0, options.ring) if number % 2 == 0 else (options.ring, 0):
+            job = job_of(options)  # ports of its own
+            tide = replace(job.settings.tide, hot_ring_slots=slots)
+            times = run(replace(job, settings=replace(job.settings, tide=tide)))
+            speeds[slots].append(1000 * job.settings.engine.lanes / statistics.median(times.step))
+            reads += times.hot_reads
+    shares = [with_ring / without for without, with_ring in zip(speeds[0], speeds[options.ring], strict=True)]
+    return {
+        "ring": options.ring,
+        "without_tok_s": speeds[0],
+        "with_tok_s": speeds[options.ring],
+        "hot_reads": reads,
+        "with_over_without": statistics.median(shares),
+    }
+
+
+def show_pairs(figures: dict[str, Any]) -> None:
+    for without, with_ring in zip(figures["without_tok_s"], figures["with_tok_s"], strict=True):
+        print(f"  without {without:8.2f} tok/s   with {with_ring:8.2f} tok/s   {with_ring / without:.3f}")
+    print(f"  a ring of {figures['ring']} slots, {figures['hot_reads']} hot reads: {figures['with_over_without']:.3f}")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -290,23 +379,28 @@ def main(arguments: Sequence[str]) -> int:
         ("--resident", None, "resident experts (default: the profile's)"),
         ("--steps", 100, "steps to measure"),
         ("--context", 64, "tokens of prompt before the first step"),
+        ("--swaps", 0, "experts to exchange while steps are measured"),
+        ("--ring", 0, "slots of a hot ring to compare with none"),
+        ("--rounds", 3, "pairs of runs for --ring"),
     ):
         parser.add_argument(name, type=int, default=default, help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     try:
-        job = job_of(options)
-        with tempfile.TemporaryDirectory(prefix="tidelm-bench-") as name:
-            folder = Path(name)
-            (folder / JOB).write_bytes(msgspec.json.encode(job))
-            print("starting the ranks", file=sys.stderr, flush=True)
-            command = [__file__, "--as-rank"]
-            run_ranks(command, folder, job.settings.parallel.ranks, TIMEOUT_S, Shown(folder / PHASES))
-            figures = report(msgspec.json.decode((folder / RESULT).read_bytes(), type=Times), job)
+        if options.ring:
+            figures = paired(options)
+        else:
+            job = job_of(options)
+            figures = report(run(job), job)
     except TideError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(json.dumps(figures)) if options.json else show(figures)
+    if options.json:
+        print(json.dumps(figures))
+    elif options.ring:
+        show_pairs(figures)
+    else:
+        show(figures)
     return 0
 
 
