@@ -408,7 +408,7 @@ def tide_export(
     profile: TideProfile = None,
     json: Json = False,
 ) -> None:
-    """Write a history to a file: counts of routed picks summed over all requests, no text. The daemon may be running."""
+    """Write a history to a file: counts of picks over all requests, no text. The daemon may be running."""
     from tidectl import profiles, tide
 
     tide.export(file, profiles.find(profile) if profile else None, json)

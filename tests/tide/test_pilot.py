@@ -501,6 +501,37 @@ def test_a_first_start_with_a_seed_keeps_what_the_seed_asks_for(tmp_path):
     assert coverage(tide, Domain(1)) > 0.95
 
 
+def by_layer(pairs) -> list[int]:
+    return [sum(layer == at for at, _ in pairs) for layer in range(SHAPE.layers)]
+
+
+def test_a_seed_of_layers_shares_out_a_first_start_and_traffic_teaches_the_experts(tmp_path):
+    seed = Seed(np.full((6, 48), 1 / 48), "", (), layer_residents=(40, 30, 30, 30, 25, 25))
+    tide = pilot(tmp_path, seed)
+    assert by_layer(tide.boot_pairs()) == [40, 30, 30, 30, 25, 25]
+    for _ in range(30):
+        request(tide, Domain(2))
+    learned = tide.residents
+    assert coverage(tide, Domain(2)) > 0.95
+    tide.history.close()
+    again = pilot(tmp_path, seed)
+    assert len(set(again.boot_pairs()) ^ set(learned)) <= 0.1 * BUDGET
+
+
+@pytest.mark.parametrize("seed", [None, Seed(np.full((6, 48), 1 / 48), "", (), layer_residents=(30,) * 6)])
+def test_after_one_short_request_the_layers_are_still_served_alike(tmp_path, seed):
+    """Most pairs are as likely as each other then: ranked all together, the first layers would get every one of them,
+    and the last ones no more than the request asked for."""
+    tide = pilot(tmp_path, seed)
+    counts = np.zeros((SHAPE.layers, SHAPE.experts))
+    counts[:, 40:44] = 1.0
+    tide.request_done(counts, counts, np.zeros(4), 9, lane=0)
+    tide.history.close()
+    again = pilot(tmp_path, seed)
+    assert by_layer(again.boot_pairs()) == [30] * 6
+    assert {(layer, 43) for layer in range(6)} <= set(again.boot_pairs())
+
+
 def test_a_restart_keeps_what_traffic_taught(tmp_path):
     seed = seed_file(tmp_path, [Domain(1)])
     tide = pilot(tmp_path, seed)

@@ -3,13 +3,19 @@
 import copy
 import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tided.errors import DataError
+from tided.profile import load
 from tided.tide.demand import RouterShape
-from tided.tide.seed import load_seed
+from tided.tide.seed import layered_set, load_seed
+
+PROFILES = Path(__file__).parents[2] / "profiles"
 
 SHAPE = RouterShape(2, 3, 1)
 RIGHT = {
@@ -83,3 +89,63 @@ def test_a_wrong_seed_is_refused_with_the_reason(tmp_path, content, message):
 def test_a_seed_that_is_not_there_names_the_setting(tmp_path):
     with pytest.raises(DataError, match=r"(?s)cannot be read.*`seed` of the \[tide\]"):
         load_seed(tmp_path / "none.json", "deepseek_v41", SHAPE)
+
+
+LAYERS_ONLY = {**{k: v for k, v in RIGHT.items() if k != "domains"}, "source": "a server", "layer_residents": [3, 1]}
+
+
+def test_a_seed_may_know_the_layers_and_not_the_experts(tmp_path):
+    seed = load_seed(write(tmp_path / "seed.json", LAYERS_ONLY), "deepseek_v41", SHAPE)
+    assert seed.layer_residents == (3, 1)
+    assert seed.domains == ()
+    np.testing.assert_allclose(seed.prior, np.full((2, 3), 1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_residents": [3]}, "must be 2 numbers up to 3"),
+        ({"layer_residents": [3, 4]}, "must be 2 numbers up to 3"),
+        ({"layer_residents": [3, 0]}, "is not a demand seed"),
+        ({"layer_residents": []}, "either domains or layer_residents"),
+        ({"domains": RIGHT["domains"]}, "either domains or layer_residents"),
+    ],
+)
+def test_wrong_layers_are_refused(tmp_path, change, message):
+    with pytest.raises(DataError, match=message):
+        load_seed(write(tmp_path / "seed.json", {**LAYERS_ONLY, **change}), "deepseek_v41", SHAPE)
+
+
+def by_layer(pairs, layers: int) -> list[int]:
+    return [sum(layer == at for at, _ in pairs) for layer in range(layers)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 48), min_size=1, max_size=12), st.data())
+def test_a_budget_is_shared_out_whole_and_within_limits(residents, data):
+    layers = len(residents)
+    floor = data.draw(st.integers(1, 48))
+    budget = data.draw(st.integers(layers * floor, layers * 48))
+    counts = by_layer(layered_set(tuple(residents), 48, budget, floor), layers)
+    assert sum(counts) == budget
+    assert all(floor <= count <= 48 for count in counts)
+    for one, count in zip(residents, counts, strict=True):
+        for other, rival in zip(residents, counts, strict=True):
+            if one > other:
+                assert count >= rival
+
+
+def test_at_the_budget_it_was_learned_with_the_layers_are_what_they_were():
+    seed = load_seed(PROFILES / "seeds" / "ds41-mxfp4.json", "deepseek_v41", RouterShape(40, 384, 6))
+    assert sum(seed.layer_residents) == 9400
+    assert tuple(by_layer(layered_set(seed.layer_residents, 384, 9400, 6), 40)) == seed.layer_residents
+    larger = by_layer(layered_set(seed.layer_residents, 384, 10_000, 6), 40)
+    assert (min(larger), max(larger)) == (190, 303)
+
+
+def test_every_bundled_profile_has_a_seed_of_its_model():
+    """Of the mini it must be whole; of the large model no public data tells more than the layers."""
+    mini, large = (load(PROFILES / f"{name}.toml").tide.seed for name in ("mini-deepseek", "ds41-mxfp4"))
+    assert load_seed(Path(mini), "deepseek_v41", RouterShape(10, 48, 4)).domains
+    assert load_seed(Path(large), "deepseek_v41", RouterShape(40, 384, 6)).layer_residents
+    assert {path.stem for path in PROFILES.glob("*.toml")} == {"mini-deepseek", "ds41-mxfp4"}

@@ -32,3 +32,4 @@ def test_the_bundled_profiles_are_found_from_a_wheel(tmp_path: Path) -> None:
     found = {row["name"]: Path(row["path"]) for row in json.loads(listed.stdout)["profiles"]}
     assert found == {name: site / "profiles" / f"{name}.toml" for name in profiles.bundled()}
     assert found
+    assert (site / "profiles" / "seeds" / "ds41-mxfp4.json").is_file()

@@ -39,7 +39,7 @@ from tided.tide.demand import (
 )
 from tided.tide.history import History
 from tided.tide.planner import Pair, PairSwap, boot_set, check_budget, first_set, swap_plan
-from tided.tide.seed import Seed
+from tided.tide.seed import Seed, layered_set
 from tided.tide.windows import Due, Windows
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ MIN_GAIN = 0.005  # of the mean score: swaps that gain less are noise
 RESIDENCE_TOKENS = 64  # computed tokens for which a pair stays that was just read
 GHOST_TOKENS = 256  # computed tokens for which a pair that left has to be worth
 GHOST_MARGIN = 1.25  # so many times what it would replace
+TIE_BREAK = 1e-9  # of a layer's demand
 
 # (counts, mass [layers, experts], totals [4 or more]) of a lane since they were last taken
 LaneDemand = tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
@@ -124,6 +125,7 @@ class Pilot:
         self._requests_since_plan = 0
         self._last = Picks()  # of the newest request that ended
         self._check(budget)
+        self._ties = self._tie_breaks(budget)
         self._residents = set(self._first_residents(budget))
 
     @property
@@ -258,7 +260,7 @@ class Pilot:
         worth less than it was."""
         self._came = {pair: at for pair, at in self._came.items() if self._tokens - at < RESIDENCE_TOKENS}
         self._left = {pair: at for pair, at in self._left.items() if self._tokens - at < GHOST_TOKENS}
-        steadied = scores.copy()
+        steadied = scores + self._ties
         for pair in self._came:
             steadied[pair] = 1.0
         for pair in self._left:
@@ -287,9 +289,22 @@ class Pilot:
             raise PairError(f"the router's demand is not usable: {e}") from e
 
     def _first_residents(self, budget: int) -> list[Pair]:
-        if self.seed is None and not self.history.demand.requests:
-            return first_set(self.shape.layers, self.shape.experts, budget, self.floor)
-        return boot_set(self.scores(), budget, self.floor)
+        return boot_set(self.scores() + self._ties, budget, self.floor)
+
+    def _tie_breaks(self, budget: int) -> Grid:
+        """[layers, experts]: too little to count against anything learned, and enough to rank pairs that are not told
+        apart. Ranked by their ids, the first layers would get every one of them; so each layer has its share of
+        whatever is left, as the seed has it or as large as any other's."""
+        seed, (layers, experts, _) = self.seed, self.shape
+        if seed is not None and not seed.layer_residents:
+            return np.zeros((layers, experts))
+        if seed is None:
+            start = first_set(layers, experts, budget, self.floor)
+        else:
+            start = layered_set(seed.layer_residents, experts, budget, self.floor)
+        counts = np.bincount([layer for layer, _ in start], minlength=layers)
+        ties: Grid = TIE_BREAK / (1.0 + np.arange(experts) / counts[:, None])
+        return ties
 
     def _check(self, budget: int) -> None:
         if self.floor < self.shape.top_k:

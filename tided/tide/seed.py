@@ -4,6 +4,14 @@
      "domains": {"english": {"tokens": 3000, "counts": [[...], ...], "mass": [[...], ...]}, ...}}
 
 counts and mass: [layers][experts], raw sums over the tokens of the domain.
+
+Where it is known how many experts a layer needs and not which, a seed may say so much and no more:
+
+    {"model_type": "deepseek_v41", "layers": 40, "experts": 384, "top_k": 6,
+     "source": "whose counts", "layer_residents": [285, 266, ...]}
+
+A start then shares its residents out over the layers in these proportions. Within a layer every expert is as likely as
+any other, and traffic alone teaches which to keep.
 """
 
 import hashlib
@@ -13,9 +21,11 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from tided.errors import DataError
 from tided.tide.demand import Grid, RouterShape, Vote, per_layer, vote_of
+from tided.tide.planner import Pair, check_budget
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +34,13 @@ MAX_SEED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Seed:
-    """`prior` [layers, experts], every layer sums to 1: each domain has one vote. `sha256` is the file's."""
+    """`prior` [layers, experts], every layer sums to 1: each domain has one vote. `sha256` is the file's. With
+    `layer_residents` the prior knows no expert from another."""
 
     prior: Grid
     sha256: str
     domains: tuple[str, ...]
+    layer_residents: tuple[int, ...] = ()
 
 
 class _Domain(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,7 +54,9 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     layers: int
     experts: int
     top_k: int
-    domains: Annotated[dict[str, _Domain], msgspec.Meta(min_length=1)]
+    domains: dict[str, _Domain] = {}
+    source: str = ""
+    layer_residents: list[Annotated[int, msgspec.Meta(ge=1)]] = []
 
 
 def load_seed(path: Path, model_type: str, shape: RouterShape) -> Seed:
@@ -59,11 +73,47 @@ def load_seed(path: Path, model_type: str, shape: RouterShape) -> Seed:
             where=str(path),
             hint="set `seed` of the [tide] section to this model's seed, or to nothing",
         )
+    sha256 = hashlib.sha256(content).hexdigest()
+    if not file.domains or file.layer_residents:
+        return _layers_only(path, file, shape, sha256)
     votes = [_vote(path, name, domain, shape) for name, domain in sorted(file.domains.items())]
     prior = per_layer(sum((vote.mass for vote in votes), start=votes[0].mass * 0.0))
-    seed = Seed(prior, hashlib.sha256(content).hexdigest(), tuple(sorted(file.domains)))
+    seed = Seed(prior, sha256, tuple(sorted(file.domains)))
     log.info("demand seed %s (sha256 %s): %s", path.name, seed.sha256[:16], ", ".join(seed.domains))
     return seed
+
+
+def layered_set(residents: tuple[int, ...], experts: int, budget: int, floor: int) -> list[Pair]:
+    """`budget` pairs, as many of each layer as its share of `residents` says, at least `floor`; the first experts of a
+    layer, since it is not known which are better."""
+    check_budget(len(residents), experts, budget, floor)
+    shares = np.array(residents, dtype=np.float64)
+    low, high = 0.0, experts / float(shares.min())
+    for _ in range(200):  # to the last bit: the scale at which the layers, within their limits, hold the budget
+        middle = (low + high) / 2
+        if np.clip(middle * shares, floor, experts).sum() >= budget:
+            high = middle
+        else:
+            low = middle
+    exact = np.clip(high * shares, floor, experts)
+    whole = np.floor(exact).astype(int)
+    nearest = np.argsort(whole - exact, kind="stable")  # the largest remainders take what does not divide
+    whole[nearest[: budget - int(whole.sum())]] += 1
+    return [(layer, expert) for layer, count in enumerate(whole.tolist()) for expert in range(count)]
+
+
+def _layers_only(path: Path, file: _File, shape: RouterShape, sha256: str) -> Seed:
+    residents = tuple(file.layer_residents)
+    fault = ""
+    if bool(file.domains) == bool(residents):
+        fault = "it must hold either domains or layer_residents"
+    elif len(residents) != shape.layers or max(residents) > shape.experts:
+        fault = f"layer_residents must be {shape.layers} numbers up to {shape.experts}"
+    if fault:
+        raise DataError(f"is not a demand seed: {fault}", where=str(path))
+    even = np.full((shape.layers, shape.experts), 1.0 / shape.experts)
+    log.info("demand seed %s (sha256 %s): shares of layers, no experts; %s", path.name, sha256[:16], file.source)
+    return Seed(even, sha256, (), residents)
 
 
 def _content(path: Path) -> bytes:
