@@ -122,8 +122,8 @@ def _report(profile: Path, directory: Path, ranks: list[RankState], as_json: boo
         emit("start/1", {**facts, "ranks": [{"rank": rank.rank, "pid": rank.pid} for rank in ranks]})
         return
     name = profiles.name_of(str(profile))
-    model = (now.health or {}).get("model")
-    say(f"{model} serves at {now.url} (profile {name})" if model else f"{name}: the ranks of this machine are ready")
+    model = (now.health or {}).get("model") or "the model"
+    say(f"{model} serves at {now.url} (profile {name})" if now.url else f"{name}: the ranks of this machine are ready")
 
 
 def _stop(directory: Path, timeout_s: float | None) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _stop(directory: Path, timeout_s: float | None) -> dict[str, Any]:
         raise
     cut = requests.left_after(min(limit_s, drain_s))
     if any(cut.values()):
-        say(f"the time was over: {cut['running']} running and {cut['waiting']} waiting requests were cut")
+        say(f"the time was over; requests cut: {cut['running']} running, {cut['waiting']} waiting")
     last = supervisor.status(directory).last
     ranks = [{"rank": rank.rank, "exit_code": rank.exit_code} for rank in last.ranks] if last else []
     return {"profile": now.run.profile if now.run else "", "ranks": ranks, "cut": cut}

@@ -262,10 +262,12 @@ def how_ended(exit_code: int) -> str:
 def why_ended(now: Status, state_dir: Path) -> TideError:
     """The culprit's error. A rank that said nothing is told of by its end."""
     found = culprit(now.last) if now.last else None
+    if now.last and now.last.first is None:
+        return UnavailableError("it was stopped before it served", hint="by `tidectl stop`, or by a signal")
     if found is None:
         return UnavailableError("the supervisor ended", hint=f"see {state_dir / 'logs' / 'supervisor.log'}")
     kind = KINDS.get(found.exit_code, PairError)
     hint = f"its log: {state_dir / 'logs' / f'rank-{found.rank}.log'}"
     if found.message:
         return kind(found.message, where=f"rank {found.rank}", hint=hint)
-    return kind(f"rank {found.rank} {how_ended(found.exit_code)} and no word", hint=hint)
+    return kind(f"rank {found.rank} {how_ended(found.exit_code)} and said nothing", hint=hint)

@@ -249,7 +249,7 @@ def test_a_deaf_rank_is_killed_and_named(tidectl: Tidectl, profile: Path, monkey
     stopped = tidectl("stop", "--timeout", "0")
     assert stopped.exit_code == 0
     assert "rank 1 was killed by signal 9" in stopped.stderr  # by its supervisor, which tells of it
-    assert "the time was over: 1 running and 4 waiting requests were cut" in stopped.stderr
+    assert "the time was over; requests cut: 1 running, 4 waiting" in stopped.stderr
     assert tidectl("status").exit_code == 3
 
 
