@@ -4,7 +4,7 @@ A history belongs to the daemon that records into it: reading makes a copy, chan
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,6 +142,7 @@ def facts(model: Model) -> dict[str, Any]:
         "resident_by_layer": live or kept.sum(axis=1).tolist(),
         "start_by_layer": kept.sum(axis=1).tolist(),
         "coverage_by_layer": _coverage(kept, demand.mass),
+        "coverage_by_topic": {} if seed is None else _topics(kept, seed.topics),
         "movers": _moved(scores, prior, kept) if demand.requests else [],
     }
 
@@ -151,6 +152,12 @@ def _coverage(kept: Grid, mass: Grid) -> list[float] | None:
     if not mass.any():
         return None
     return [round(float(share), 4) for share in (per_layer(mass) * kept).sum(axis=1)]
+
+
+def _topics(kept: Grid, topics: Mapping[str, Grid]) -> dict[str, float]:
+    """Of each topic of the seed, the same, over all layers; the least covered first."""
+    shares = {name: round(float((share * kept).sum(axis=1).mean()), 4) for name, share in topics.items()}
+    return dict(sorted(shares.items(), key=lambda item: (item[1], item[0])))
 
 
 def _moved(scores: Grid, prior: Grid, kept: Grid) -> list[dict[str, Any]]:
@@ -178,6 +185,7 @@ def _summary(known: dict[str, Any]) -> "RenderableType":
     seen = f"{known['requests']} requests, worth {known['votes']:.1f} votes now"
     aging = f"{known['sensitivity']}: half after {half_life:.1f} more" if half_life else "off: the set stands"
     prior = f"{known['prior']['votes']:g} votes of {known['prior']['seed'] or 'an even spread'}"
+    topic, share = next(iter(known["coverage_by_topic"].items()), ("", 0.0))
     rows = [
         ("profile", known["profile"]),
         ("history", known["history"] if known["recorded"] else f"none yet ({known['history']})"),
@@ -186,6 +194,7 @@ def _summary(known: dict[str, Any]) -> "RenderableType":
         ("aging", aging),
         ("weight", f"{100 * known['history_weight']:.1f} % history, the rest {prior}"),
         ("coverage", f"{100 * np.mean(coverage):.1f} %, weakest layer {100 * min(coverage):.1f} %" if coverage else ""),
+        ("topics", f"{topic} is covered least, {100 * share:.1f} %" if topic else ""),
     ]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")

@@ -43,7 +43,7 @@ def test_parts_weigh_by_their_tokens_up_to_the_cap():
     assert long.counts[0, 0] == long.counts[0, 1] == 0.5
 
 
-def test_a_fifty_thousand_token_prompt_does_not_erase_what_short_ones_taught():
+def test_a4_a_fifty_thousand_token_prompt_does_not_erase_what_short_ones_taught():
     """Raw sums would: 50,000 tokens against 32 is a factor of 1,500."""
     demand = Demand.none(SHAPE)
     decay = SENSITIVITY["high"].decay
@@ -85,7 +85,7 @@ def test_a_preview_changes_nothing():
     assert np.array_equal(demand.counts, before[1])
 
 
-def test_the_prior_weighs_in_each_layer_by_the_votes_of_that_layer():
+def test_a7_the_prior_weighs_in_each_layer_by_the_votes_of_that_layer():
     """Taken over all layers at once the prior would weigh a layer-count too little, with nothing to see it by."""
     demand = Demand.none(SHAPE)
     for _ in range(4):

@@ -60,7 +60,7 @@ def coverage(pilot: Pilot, domain: Domain) -> float:
     return float(np.mean([domain.likely[pair] for pair in pilot.residents]) * BUDGET / SHAPE.layers)
 
 
-def test_adaptation_goes_on_after_two_hundred_identical_requests(tmp_path):
+def test_a2_adaptation_goes_on_after_two_hundred_identical_requests(tmp_path):
     """A trigger on growth of the history would stop here for ever: in equilibrium a history does not grow."""
     tide = pilot(tmp_path)
     old, new = Domain(1), Domain(2)
@@ -84,7 +84,7 @@ def test_a_new_domain_without_long_prompts_is_followed_when_idle(tmp_path):
     assert idle > 0
 
 
-def test_the_plan_after_a_prompt_knows_that_prompt(tmp_path):
+def test_a6_the_plan_after_a_prompt_knows_that_prompt(tmp_path):
     """Planned before the fold, the plan would hold the last prompt's experts and not this one's."""
     tide = pilot(tmp_path)
     for _ in range(50):
@@ -111,7 +111,7 @@ def test_the_prompts_demand_is_a_preview_until_the_request_ends(tmp_path):
     assert tide.history.demand.mass.sum(axis=1) == pytest.approx(np.ones(SHAPE.layers))
 
 
-def test_steady_traffic_is_not_answered_by_a_hundred_swaps_a_request(tmp_path):
+def test_a1_steady_traffic_is_not_answered_by_a_hundred_swaps_a_request(tmp_path):
     tide = pilot(tmp_path)
     domain = Domain(1)
     for _ in range(60):
@@ -152,7 +152,7 @@ def test_gains_below_half_a_percent_of_the_mean_are_noise(tmp_path, more, swaps)
     assert len(tide.idle_plan()) == swaps
 
 
-def test_switched_off_the_set_stands_and_demand_is_still_recorded(tmp_path):
+def test_a9_switched_off_the_set_stands_and_demand_is_still_recorded(tmp_path):
     tide = pilot(tmp_path, sensitivity="off")
     before = tide.residents
     assert [request(tide, Domain(2)) for _ in range(20)] == [(0, 0)] * 20
@@ -282,8 +282,8 @@ def settled(tmp_path, domain: Domain, **settings) -> Pilot:
     return tide
 
 
-def test_a_long_prompt_is_planned_for_between_its_chunks(tmp_path):
-    """A6, in the middle of the prompt: the plan holds what this prompt wants, and the rest of it misses less."""
+def test_a6_a_long_prompt_is_planned_for_between_its_chunks(tmp_path):
+    """In the middle of it: the plan holds what this prompt wants, and the rest of it misses less."""
     tide, new = settled(tmp_path, Domain(1)), Domain(2)
     talk = Talk(tide)
     plan = talk.chunk(new, 512, left=7)
@@ -390,8 +390,8 @@ def test_switched_off_no_moment_makes_a_plan(tmp_path):
     assert tide.history.demand.requests == 1
 
 
-def test_a_request_of_many_moments_is_one_vote(tmp_path):
-    """A4 and A1: each of them folds nothing; the request ages the history once."""
+def test_a4_a_request_of_many_moments_is_one_vote(tmp_path):
+    """Each of them folds nothing; the request ages the history once."""
     tide = pilot(tmp_path, replan_decode_tokens=20)
     talk = Talk(tide)
     talk.chunk(Domain(2), 512, left=5)
@@ -544,7 +544,7 @@ def test_a_restart_keeps_what_traffic_taught(tmp_path):
     assert len(set(again.boot_pairs()) ^ set(learned)) <= 0.05 * BUDGET
 
 
-def test_test_traffic_leaves_the_production_history_as_it_was(tmp_path):
+def test_a10_test_traffic_leaves_the_production_history_as_it_was(tmp_path):
     tide = pilot(tmp_path)
     for _ in range(5):
         request(tide, Domain(1))
@@ -607,5 +607,6 @@ def test_plans_are_logged_with_what_they_weighed(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="tided.tide")
     tide = pilot(tmp_path)
     request(tide, Domain(2))
+    assert "plan at boot: 180 experts, of which a history of 0 requests weighs 0.00" in caplog.text
     assert "swaps" in caplog.text
     assert "history weighs" in caplog.text

@@ -53,6 +53,10 @@ def test_before_the_first_request_the_seed_alone_speaks(tidectl, model):
     assert not model.history.exists()
     screen = tidectl("tide", "show", str(MINI)).stdout
     assert "none yet" in screen
+    topics = known["coverage_by_topic"]
+    assert list(topics.values()) == sorted(topics.values())
+    assert 0.5 < min(topics.values()) < max(topics.values()) < 1
+    assert f"{next(iter(topics))} is covered least" in screen
     assert "demand-seed.json" in screen
 
 

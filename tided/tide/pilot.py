@@ -127,6 +127,10 @@ class Pilot:
         self._check(budget)
         self._ties = self._tie_breaks(budget)
         self._residents = set(self._first_residents(budget))
+        log.info(
+            "plan at boot: %d experts, of which a history of %d requests weighs %.2f",
+            budget, history.demand.requests, float(observed_weight(history.demand, settings.prior_votes).mean()),
+        )  # fmt: skip
 
     @property
     def residents(self) -> list[Pair]:

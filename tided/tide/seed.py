@@ -16,7 +16,8 @@ any other, and traffic alone teaches which to keep.
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,7 @@ class Seed:
     sha256: str
     domains: tuple[str, ...]
     layer_residents: tuple[int, ...] = ()
+    topics: Mapping[str, Grid] = field(default_factory=dict)  # of each domain, [layers, experts] that sum to 1 a layer
 
 
 class _Domain(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,7 +80,8 @@ def load_seed(path: Path, model_type: str, shape: RouterShape) -> Seed:
         return _layers_only(path, file, shape, sha256)
     votes = [_vote(path, name, domain, shape) for name, domain in sorted(file.domains.items())]
     prior = per_layer(sum((vote.mass for vote in votes), start=votes[0].mass * 0.0))
-    seed = Seed(prior, sha256, tuple(sorted(file.domains)))
+    topics = {name: vote.mass for name, vote in zip(sorted(file.domains), votes, strict=True)}
+    seed = Seed(prior, sha256, tuple(topics), topics=topics)
     log.info("demand seed %s (sha256 %s): %s", path.name, seed.sha256[:16], ", ".join(seed.domains))
     return seed
 
