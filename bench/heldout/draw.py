@@ -1,0 +1,74 @@
+"""Draws the held-out texts of `bench/residency.py`.
+
+    python bench/heldout/draw.py > bench/heldout/texts.jsonl
+
+Conversations come from the generators of the mini's training data, from a seed that training never used; prose and code
+from this repository, which training never saw. A line is a conversation as a client would send it, or a plain text.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from minis.corpus import codechat, facts, lang, story, sums, tools  # noqa: E402
+from minis.corpus.words import Words  # noqa: E402
+from minis.encoding import Dialogue  # noqa: E402
+
+SEED = 7_310_551
+GENERATORS: dict[str, Callable[[random.Random, Words], Dialogue]] = {
+    "story": story.generate,
+    "qa": facts.generate,
+    "math": sums.generate,
+    "codechat": codechat.generate,
+    "tools": tools.generate,
+    "lang": lang.generate,
+}
+SOURCES = {"prose": ("docs/*.md", "README.md", "minis/README.md"), "code": ("tided/*/*.py", "kernels/*.py")}
+LEAST_CHARACTERS, MOST_CHARACTERS = 300, 700  # of a plain text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--each", type=int, default=48, help="texts of a domain")
+    options = parser.parse_args()
+    rng = random.Random(SEED)
+    plain = {domain: list(passages(patterns)) for domain, patterns in SOURCES.items()}
+    for domain, texts in plain.items():
+        for text in rng.sample(texts, min(options.each, len(texts))):
+            show({"domain": domain, "text": text})
+    words = Words(rng, sorted(set(re.findall(r"\b[a-z]{3,10}\b", " ".join(plain["prose"])))))
+    for domain, generate in GENERATORS.items():
+        for _ in range(options.each):
+            show({"domain": domain, **conversation(generate(rng, words))})
+
+
+def conversation(drawn: Dialogue) -> dict[str, Any]:
+    given = {"messages": drawn.messages, "thinking": drawn.thinking, "effort": drawn.effort}
+    return given | ({"tools": drawn.tools} if drawn.tools else {})
+
+
+def passages(patterns: tuple[str, ...]) -> Iterator[str]:
+    """Neighbouring paragraphs without tables and listings of figures, cut to size."""
+    for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
+        text = ""
+        for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
+            text += "" if paragraph.lstrip().startswith("|") else f"{paragraph}\n\n"
+            if len(text) >= LEAST_CHARACTERS:
+                yield text[:MOST_CHARACTERS].rstrip()
+                text = ""
+
+
+def show(line: dict[str, Any]) -> None:
+    print(json.dumps(line, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,557 @@
+"""What residency costs in quality, and what adaptation and reads win back: held-out answers, forced, by one rank.
+
+    python bench/residency.py profiles/mini-deepseek.toml [--budgets 100,80,65,50,35] [--domains qa,code] [--tokens N]
+
+The real engine serves requests of one domain after the other; between two requests it comes to rest, as it would for a
+person who reads. Only the model's last word is replaced: its logits are judged against the held-out token, which is
+then the token drawn. After the first request of a domain come some that are not judged (--traffic, with answers of two
+tokens): a history follows within ten requests, and prompts are cheap. Those behind them are the steady part. Every
+variant holds as many experts as its budget says: slots of the ring and slots for reads before use are taken from the
+residents.
+
+    substitution    the set that the bundled seed chooses, never changed
+    + adaptation    the pilot plans after prompts, while answers grow, and between requests
+    + hot reads     a ring beside it
+    + balanced      requests of that fidelity: heavy misses are read before use
+    exact           requests of that fidelity: every miss is; of each domain the first requests, --exact-tokens long
+
+A second part (`--switches N`, at --switch-budget) changes the domain N times, and counts the tokens until the share of
+routing weight that is missed is back.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from heldout.texts import Text, read
+from msgspec.structs import replace
+from torch import Tensor
+
+from tided.control.lockstep import Solo
+from tided.engine.build import OpenedModel, Rank, build_rank, open_model, scheduler_limits
+from tided.engine.leader import LeaderEngine
+from tided.engine.offline import first_pairs, settings_of
+from tided.engine.sampling import first_max
+from tided.engine.scheduler import Scheduler
+from tided.engine.types import Event, Failed, Fidelity, Finished, Request, Sampling
+from tided.errors import TideError
+from tided.models.base import LaneState
+from tided.models.parallel import Alone
+from tided.profile import load
+from tided.settings import Settings
+from tided.tide.demand import RouterShape
+from tided.tide.history import History
+from tided.tide.pilot import Pilot
+from tided.tide.seed import load_seed
+
+RING_SLOTS, SYNC_SLOTS = 16, 8
+MOST_REQUEST_TOKENS = 640
+REST_TIMEOUT_S = 60.0
+STEADY_FROM = 300  # computed tokens of a domain after which its missed share counts as steady
+WINDOW_TOKENS = 64
+BACK = 1.25  # times the steady share
+LEAST_SHARE = 0.005  # below it a share is as good as none: 1.25 times nothing is never reached
+TRAFFIC_TOKENS = 2
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    adapts: bool = False
+    ring: int = 0
+    fidelity: Fidelity = "fast"
+
+    @property
+    def sync(self) -> int:
+        return 0 if self.fidelity == "fast" else SYNC_SLOTS
+
+
+FROZEN = Variant("substitution")
+ADAPTS = Variant("+ adaptation", True)
+RING = Variant("+ hot reads", True, RING_SLOTS)
+BALANCED = Variant("+ balanced", True, RING_SLOTS, "balanced")
+EXACT = Variant("exact", True, RING_SLOTS, "exact")
+LADDER = (FROZEN, ADAPTS, RING, BALANCED)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One forward pass: its tokens, and sums over their picks of routing weight: wanted, missed, substituted."""
+
+    tokens: int
+    weight: float
+    missed: float
+    substituted: float
+
+
+@dataclass
+class Answer:
+    """`losses` in nats, `hits`: whether the token is the likeliest. `digest`: of all logits, bit for bit."""
+
+    domain: str
+    is_first: bool = False
+    losses: list[float] = field(default_factory=list)
+    hits: list[bool] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    digest: str = ""
+    read_bytes: int = 0
+
+
+class Forced:
+    """A rank's model that says what it is told, and notes what it would have said."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._model, self._tap = rank.model, rank.executor.tap
+        self.shape, self.open_lane, self.close_lane = rank.model.shape, rank.model.open_lane, rank.model.close_lane
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    def say(self, text: Text) -> Answer:
+        self._text, self.answer, self._hash = text, Answer(text.domain), hashlib.blake2b(digest_size=8)
+        return self.answer
+
+    def prefill(self, lane: LaneState, token_ids: Tensor, logits: Literal["none", "last", "all"]) -> Tensor | None:
+        before = self._totals(lane)
+        row = self._model.prefill(lane, token_ids, logits)
+        self._note(lane, before, len(token_ids))
+        return None if row is None else self._judge(lane, row)
+
+    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
+        before = self._totals(lanes[0])
+        row = self._model.decode(lanes, token_ids)
+        self._note(lanes[0], before, 1)
+        return self._judge(lanes[0], row)
+
+    def _totals(self, lane: LaneState) -> Tensor:
+        return self._tap.peek(lane.index)[2].clone()
+
+    def _note(self, lane: LaneState, before: Tensor, tokens: int) -> None:
+        _, _, weight, missed, _, _, read, _ = (self._totals(lane) - before).tolist()
+        self.answer.seen.append(Seen(tokens, weight, missed, missed - read))
+
+    def _judge(self, lane: LaneState, row: Tensor) -> Tensor:
+        """row [1, vocab] -> the same shape, with the held-out token as its maximum."""
+        target = self._text.ids[lane.position]
+        self.answer.losses.append(float(-torch.log_softmax(row[0].double(), 0)[target]))
+        self.answer.hits.append(int(first_max(row)[0]) == target)
+        self._hash.update(row.numpy().tobytes())
+        self.answer.digest = self._hash.hexdigest()
+        forced = torch.zeros_like(row)
+        forced[0, target] = 1.0
+        return forced
+
+
+class Server:
+    """The engine of one rank with its residents, serving forced requests one at a time."""
+
+    def __init__(self, rank: Rank, pilot: Pilot | None, fidelity: Fidelity) -> None:
+        self.rank, self._fidelity, self._served = rank, fidelity, 0
+        self.model = Forced(rank)
+        rank.executor.model = self.model
+        self._events: list[Event] = []
+        self._faults: list[TideError] = []
+        scheduler = Scheduler(scheduler_limits(rank.opened.settings))
+        self.engine = LeaderEngine(rank.executor, scheduler, Solo(), self._events.extend, self._faults.append, pilot)
+
+    def answer(self, text: Text) -> Answer:
+        """Serves it, and waits for the rest that follows."""
+        self._served += 1
+        before, answer = self._read_bytes(), self.model.say(text)
+        self.engine.submit(
+            Request(
+                request_id=f"forced-{self._served}",
+                prompt_ids=text.ids[: text.prompt_tokens],
+                sampling=Sampling(temperature=0.0),
+                max_tokens=text.answer_tokens,
+                stop_ids=(),
+                fidelity=self._fidelity,
+            )
+        )
+        deadline_s = time.monotonic() + REST_TIMEOUT_S
+        while self._moves():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"a request of {text.domain} did not end within {REST_TIMEOUT_S:g} s")
+        if not isinstance(self._events[-1], Finished) or any(isinstance(event, Failed) for event in self._events):
+            raise RuntimeError(f"a request of {text.domain} failed: {self._events[-1]}")
+        self._events.clear()
+        answer.read_bytes = self._read_bytes() - before
+        return answer
+
+    def _moves(self) -> bool:
+        self.engine.take_in(0.001 if self.engine.motion.reading and not self.engine.scheduler.running else 0.0)
+        return self.engine.turn() or self.engine.motion.reading > 0
+
+    def _read_bytes(self) -> int:
+        return sum(count.bytes for count in self.rank.residents.reads.values())
+
+
+@contextmanager
+def serving(base: Settings, budget: float, variant: Variant) -> Iterator[Server]:
+    """`budget`: experts held, in percent of all."""
+    every = open_model(base)
+    total = round(budget / 100 * len(every.all_pairs))
+    settings = replace(
+        base,
+        experts=replace(base.experts, resident=total - variant.ring - variant.sync),
+        tide=replace(base.tide, hot_ring_slots=variant.ring, sync_slots=variant.sync, record=False),
+    )
+    opened = open_model(settings)
+    pilot = pilot_of(opened) if variant.adapts else None
+    rank = build_rank(opened, Alone(), first_pairs(opened), lambda what, done, total: None)
+    with closing(rank.reads):
+        yield Server(rank, pilot, variant.fidelity)
+
+
+def pilot_of(opened: OpenedModel) -> Pilot:
+    """As at a first start: no history, and none is written."""
+    settings, shape = opened.settings, opened.shape
+    router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
+    with tempfile.TemporaryDirectory() as name:
+        history = History.open(Path(name), opened.checkpoint.identity(), router, False)
+    seed = load_seed(Path(settings.tide.seed), shape.family, router) if settings.tide.seed else None
+    return Pilot(history, seed, settings.tide, router, settings.experts.resident)
+
+
+# What is asked
+
+
+@dataclass(frozen=True)
+class Block:
+    """Requests of one domain: those that are judged, and those that come after the first of them for the traffic."""
+
+    judged: list[Text]
+    traffic: list[Text]
+
+
+def blocks(texts: dict[str, list[Text]], tokens: int, longest: int, traffic: int, seed: int) -> list[Block]:
+    """For each domain, in an order of the seed's, judged requests with `tokens` tokens of answer together."""
+    rng, order = random.Random(seed), list(texts)
+    rng.shuffle(order)
+    return [block(rng.sample(texts[domain], len(texts[domain])), tokens, longest, traffic) for domain in order]
+
+
+def block(texts: list[Text], tokens: int, longest: int, traffic: int) -> Block:
+    chosen, left = [], tokens
+    for text in texts:
+        if left <= 0:
+            break
+        chosen.append(text.cut(min(longest, left)))
+        left -= chosen[-1].answer_tokens
+    rest = texts[len(chosen) :]
+    return Block(chosen, [text.cut(TRAFFIC_TOKENS) for text in rest[:traffic]])
+
+
+def tour(domains: Sequence[str], switches: int, seed: int) -> list[str]:
+    """Domains such that every step goes from one to another, and no step comes twice."""
+    rng, path, done = random.Random(seed), [domains[0]], set[tuple[str, str]]()
+    while len(path) <= switches:
+        here = path[-1]
+        open_ends = [one for one in domains if one != here and (here, one) not in done]
+        if not open_ends:
+            break
+        visits = {one: (path.count(one), rng.random()) for one in open_ends}
+        path.append(min(open_ends, key=lambda one: visits[one]))
+        done.add((here, path[-1]))
+    return path
+
+
+def answers(server: Server, asked: Sequence[Block], with_traffic: bool) -> list[Answer]:
+    """Of the judged requests."""
+    given = []
+    for one in asked:
+        given.append(server.answer(one.judged[0]))
+        given[-1].is_first = True
+        for text in one.traffic if with_traffic else ():
+            server.answer(text)
+        given += [server.answer(text) for text in one.judged[1:]]
+    return given
+
+
+# What it comes to
+
+
+def gain(better: Sequence[Answer], worse: Sequence[Answer], seed: int = 0) -> dict[str, float]:
+    """Nats a token that `better` wins over the same texts, domains weighing alike, with the 95 % interval of a
+    bootstrap over requests."""
+    by_domain: dict[str, list[tuple[float, int]]] = {}
+    for one, other in zip(better, worse, strict=True):
+        by_domain.setdefault(one.domain, []).append((sum(other.losses) - sum(one.losses), len(one.losses)))
+    rng, means = np.random.default_rng(seed), np.zeros(DRAWS)
+    for rows in by_domain.values():
+        won = np.array(rows)[rng.integers(len(rows), size=(DRAWS, len(rows)))].sum(axis=1)
+        means += won[:, 0] / won[:, 1] / len(by_domain)
+    low, high = np.quantile(means, [0.025, 0.975])
+    mean = statistics.fmean(sum(won for won, _ in rows) / sum(n for _, n in rows) for rows in by_domain.values())
+    return {"mean": mean, "low": float(low), "high": float(high)}
+
+
+def figures(given: Sequence[Answer]) -> dict[str, float]:
+    losses, hits = [x for one in given for x in one.losses], [x for one in given for x in one.hits]
+    seen = [pass_ for one in given for pass_ in one.seen]
+    weight = sum(one.weight for one in seen)
+    return {
+        "loss": statistics.fmean(losses),
+        "top1": statistics.fmean(hits),
+        "missed": sum(one.missed for one in seen) / weight,
+        "substituted": sum(one.substituted for one in seen) / weight,
+        "kb_a_token": sum(one.read_bytes for one in given) / 1000 / sum(one.tokens for one in seen),
+    }
+
+
+def summary(given: Sequence[Answer]) -> dict[str, Any]:
+    """By domain, `first`: its first request, `steady`: the others; `mean`: over the domains."""
+    found: dict[str, Any] = {}
+    for domain in sorted({one.domain for one in given}):
+        own = [one for one in given if one.domain == domain]
+        parts = {"first": [one for one in own if one.is_first], "steady": [one for one in own if not one.is_first]}
+        found[domain] = {name: figures(part or own) for name, part in parts.items()}
+    keys = ("loss", "top1", "missed", "substituted", "kb_a_token")
+    found["mean"] = {
+        part: {key: statistics.fmean(found[d][part][key] for d in found) for key in keys}
+        for part in ("first", "steady")
+    }
+    return found
+
+
+def back_after(seen: Sequence[Seen]) -> dict[str, float]:
+    """`seen`: a domain's passes after a switch to it. `tokens`: until the share missed in a moving window is back."""
+    ends = np.cumsum([one.tokens for one in seen])
+    late = [one for one, end in zip(seen, ends, strict=True) if end > STEADY_FROM]
+    steady = sum(one.missed for one in late) / sum(one.weight for one in late)
+    limit, back = max(BACK * steady, LEAST_SHARE), math.inf
+    for at in range(len(seen)):
+        window = [one for one, end in zip(seen[: at + 1], ends, strict=False) if end > ends[at] - WINDOW_TOKENS]
+        if ends[at] < WINDOW_TOKENS:
+            continue
+        if sum(one.missed for one in window) / sum(one.weight for one in window) <= limit:
+            back = float(ends[at])
+            break
+    first = [one for one, end in zip(seen, ends, strict=True) if end <= max(WINDOW_TOKENS, seen[0].tokens)]
+    return {"tokens": back, "steady": steady, "first": sum(o.missed for o in first) / sum(o.weight for o in first)}
+
+
+# The runs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides a run."""
+
+    settings: Settings
+    texts: dict[str, list[Text]]
+    budgets: list[float]
+    seeds: list[int]
+    tokens: int
+    longest: int
+    traffic: int
+    exact_tokens: int
+    switches: int
+    switch_tokens: int
+    switch_budget: float
+
+
+def ladder(plan: Plan) -> list[dict[str, Any]]:
+    """A row for each budget and variant. Answers of all seeds stand beside each other."""
+    asked = [one for seed in plan.seeds for one in blocks(plan.texts, plan.tokens, plan.longest, plan.traffic, seed)]
+    short = [one for seed in plan.seeds for one in blocks(plan.texts, plan.exact_tokens, plan.longest, 0, seed)]
+    whole, whole_short = serve(plan, 100, FROZEN, asked), serve(plan, 100, FROZEN, short)
+    rows = [row_of(100, "all resident", whole, whole, None)] if 100 in plan.budgets else []
+    for budget in plan.budgets:
+        before = None
+        for variant in LADDER if budget < 100 else ():
+            given = serve(plan, budget, variant, asked)
+            rows.append(row_of(budget, variant.name, given, whole, before))
+            before = given
+        if budget < 100:
+            exact = serve(plan, budget, EXACT, short)
+            equal = sum(one.digest == other.digest for one, other in zip(exact, whole_short, strict=True))
+            row = row_of(budget, EXACT.name, exact, whole_short, None)
+            rows.append(row | {"equal": equal, "answers": len(exact)})
+    return rows
+
+
+def serve(plan: Plan, budget: float, variant: Variant, asked: Sequence[Block]) -> list[Answer]:
+    """Every seed begins with the boot set again."""
+    tell(f"{budget:g} %, {variant.name}")
+    given, each = [], len(plan.texts)
+    for at in range(0, len(asked), each):
+        with serving(plan.settings, budget, variant) as server:
+            given += answers(server, asked[at : at + each], variant.adapts)
+    return given
+
+
+def row_of(
+    budget: float, name: str, given: list[Answer], whole: list[Answer], before: list[Answer] | None
+) -> dict[str, Any]:
+    """`rise`: of the loss over all resident; `won`: against the variant before, in all requests and in the steady
+    ones."""
+    row: dict[str, Any] = {"budget": budget, "variant": name, "domains": summary(given)}
+    row["rise"] = {part: gain(pick(whole, part), pick(given, part)) for part in ("first", "steady")}
+    if before is not None:
+        row["won"] = {part: gain(pick(given, part), pick(before, part)) for part in ("all", "steady")}
+    return row
+
+
+def pick(given: Sequence[Answer], part: str) -> list[Answer]:
+    """A part of the answers; all of them where a domain has one request only."""
+    return [one for one in given if part == "all" or one.is_first == (part == "first")] or list(given)
+
+
+def switching(plan: Plan) -> list[dict[str, Any]]:
+    """A row for each variant and change of domain."""
+    rows = []
+    for variant in (ADAPTS, RING):
+        for seed in plan.seeds:
+            tell(f"switches at {plan.switch_budget:g} %, {variant.name}")
+            rng = random.Random(seed)
+            supply = {name: rng.sample(texts, len(texts)) for name, texts in plan.texts.items()}
+            path = tour(list(supply), plan.switches, seed)
+            with serving(plan.settings, plan.switch_budget, variant) as server:
+                stays = [stay(server, supply[domain], plan.switch_tokens, plan.longest) for domain in path]
+            rows += [
+                {"variant": variant.name, "from": old, "to": new, **back_after(seen)}
+                for old, new, seen in zip(path, path[1:], stays[1:], strict=False)
+            ]
+    return rows
+
+
+def stay(server: Server, supply: list[Text], tokens: int, longest: int) -> list[Seen]:
+    """Requests of one domain, taken off the supply's front and put at its end, until `tokens` are computed."""
+    seen: list[Seen] = []
+    while sum(one.tokens for one in seen) < tokens:
+        supply.append(supply.pop(0))
+        seen += server.answer(supply[-1].cut(longest)).seen
+    return seen
+
+
+def tell(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
+
+
+# What is shown
+
+
+def show(found: dict[str, Any]) -> None:
+    print(found["machine"])
+    if found["ladder"]:
+        show_ladder(found["ladder"])
+    if found["switches"]:
+        show_switches(found["switches"])
+    print(f"\n{found['seconds']:.0f} s")
+
+
+def show_ladder(rows: list[dict[str, Any]]) -> None:
+    domains = [name for name in rows[0]["domains"] if name != "mean"]
+    print("\nLoss of the steady part, nats a token / top-1, %\n")
+    print(f"| held | variant | {' | '.join(domains)} | mean |\n|{'---|' * (len(domains) + 3)}")
+    for row in rows:
+        cells = [row["domains"][name]["steady"] for name in [*domains, "mean"]]
+        shown = " | ".join(f"{cell['loss']:.3f} / {100 * cell['top1']:.0f}" for cell in cells)
+        print(f"| {row['budget']:g} % | {row['variant']} | {shown} |")
+    print("\nRise over all resident, and what each step of the ladder wins, nats a token with 95 % interval\n")
+    print("| held | variant | rise, first request | rise, steady | won, all | won, steady | missed | KB read a token |")
+    print(f"|{'---|' * 8}")
+    for row in rows:
+        mean, won = row["domains"]["mean"], row.get("won")
+        parts = [interval(won[part]) if won else "" for part in ("all", "steady")]
+        print(
+            f"| {row['budget']:g} % | {row['variant']} | {interval(row['rise']['first'])} | "
+            f"{interval(row['rise']['steady'])} | "
+            f"{' | '.join(parts)} | {100 * mean['steady']['missed']:.1f} % | {mean['steady']['kb_a_token']:.0f} |"
+        )
+    for row in rows:
+        if "equal" in row:
+            print(
+                f"exact at {row['budget']:g} %: {row['equal']} of {row['answers']} answers equal in every bit of logits"
+            )
+
+
+def interval(value: dict[str, float]) -> str:
+    return f"{value['mean']:+.3f} ({value['low']:+.3f} to {value['high']:+.3f})"
+
+
+def show_switches(rows: list[dict[str, Any]]) -> None:
+    print("\n| variant | from | to | missed at first | steady | tokens until back |\n|---|---|---|---|---|---|")
+    for row in rows:
+        shares = f"{100 * row['first']:.1f} % | {100 * row['steady']:.1f} %"
+        print(f"| {row['variant']} | {row['from']} | {row['to']} | {shares} | {row['tokens']:.0f} |")
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        tokens = [row["tokens"] for row in rows if row["variant"] == name]
+        print(f"{name}: median {statistics.median(tokens):.0f} tokens, worst {max(tokens):.0f}, {len(tokens)} switches")
+
+
+def machine() -> str:
+    load_now = os.getloadavg()[0]
+    return f"{os.cpu_count()} cores, torch {torch.__version__}, load {load_now:.1f} at the end"
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    target = Path(options.target)
+    settings = settings_of(target) if target.is_dir() else load(target)
+    settings = replace(
+        settings,
+        engine=replace(settings.engine, lanes=1, threads=1, device="cpu"),
+        parallel=replace(settings.parallel, ranks=1, hosts=()),
+    )
+    texts = read(Path(settings.model.path), MOST_REQUEST_TOKENS)
+    chosen = options.domains.split(",") if options.domains else list(texts)
+    return Plan(
+        settings,
+        {name: texts[name] for name in chosen},
+        [float(budget) for budget in options.budgets.split(",") if budget],
+        [int(seed) for seed in options.seeds.split(",")],
+        options.tokens,
+        options.longest,
+        options.traffic,
+        options.exact_tokens,
+        options.switches,
+        options.switch_tokens,
+        options.switch_budget,
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="a profile, or the directory of a checkpoint")
+    parser.add_argument("--budgets", default="100,80,65,50,35", help="percent of all experts that are held")
+    parser.add_argument("--domains", default="", help="default: all")
+    parser.add_argument("--seeds", default="1", help="each draws texts and the order of domains")
+    parser.add_argument("--tokens", type=int, default=56, help="of answers, a domain and variant")
+    parser.add_argument("--longest", type=int, default=24, help="tokens of an answer; the rest of it is left out")
+    parser.add_argument("--traffic", type=int, default=6, help="requests of a domain that are not judged")
+    parser.add_argument("--exact-tokens", type=int, default=12, help="of answers, a domain, for exact")
+    parser.add_argument("--switches", type=int, default=7, help="changes of domain; 0: none")
+    parser.add_argument("--switch-tokens", type=int, default=600, help="computed between two changes")
+    parser.add_argument("--switch-budget", type=float, default=65.0)
+    parser.add_argument("--json", action="store_true")
+    plan, began_s = plan_of(options := parser.parse_args(arguments)), time.monotonic()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        "ladder": ladder(plan) if plan.budgets else [],
+        "switches": switching(plan) if plan.switches else [],
+        "machine": machine(),
+        "seconds": time.monotonic() - began_s,
+    }
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""The residency benchmark judges what the engine computes, and its figures are those of what it saw."""
+
+import json
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+import residency  # noqa: E402
+from heldout.texts import read  # noqa: E402
+from residency import Answer, Seen, back_after, gain, tour  # noqa: E402
+
+MINI = ROOT / "minis" / "deepseek"
+
+
+def test_the_ladder_of_one_domain():
+    command = [sys.executable, "bench/residency.py", "profiles/mini-deepseek.toml", "--budgets", "100,35"]
+    sizes = ["--domains", "qa", "--tokens", "6", "--longest", "3", "--traffic", "1", "--exact-tokens", "3"]
+    done = subprocess.run(
+        [*command, *sizes, "--switches", "0", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["variant"]: row for row in json.loads(done.stdout)["ladder"]}
+    assert list(rows) == ["all resident", "substitution", "+ adaptation", "+ hot reads", "+ balanced", "exact"]
+    own = {name: row["domains"]["qa"]["first"] for name, row in rows.items()}
+    assert rows["exact"]["equal"] == rows["exact"]["answers"] == 1
+    assert own["exact"]["loss"] == own["all resident"]["loss"]
+    assert own["substitution"]["loss"] != own["all resident"]["loss"]
+    assert own["all resident"]["missed"] == own["exact"]["substituted"] == 0
+    assert own["exact"]["missed"] > 0
+    assert own["substitution"]["substituted"] == own["substitution"]["missed"] > 0
+    assert own["+ balanced"]["substituted"] < own["+ balanced"]["missed"]
+    assert own["substitution"]["kb_a_token"] == 0 < own["+ adaptation"]["kb_a_token"] < own["exact"]["kb_a_token"]
+
+
+def test_every_domain_has_texts_whose_answers_end():
+    texts = read(MINI, residency.MOST_REQUEST_TOKENS)
+    assert sorted(texts) == ["code", "codechat", "lang", "math", "prose", "qa", "story", "tools"]
+    for domain, found in texts.items():
+        assert len(found) >= 30
+        assert all(0 < text.prompt_tokens < len(text.ids) for text in found)
+        assert domain in ("prose", "code") or {text.ids[-1] for text in found} == {1}  # the end of a sentence
+
+
+def passes(*shares: float, tokens: int = 20) -> list[Seen]:
+    return [Seen(tokens, 1.0, share, share) for share in shares]
+
+
+def test_tokens_until_the_missed_share_is_back():
+    """A window is the last 64 tokens or a little more: four passes of 20."""
+    calm = [0.1] * 20
+    assert back_after(passes(*calm))["tokens"] == 80  # no window ends earlier
+    soon = back_after(passes(*[0.5] * 5, *calm))
+    assert (soon["tokens"], soon["first"]) == (180, 0.5)
+    assert soon["steady"] == pytest.approx(0.1)
+    assert back_after(passes(*[0.5] * 15, *calm))["tokens"] == 380  # too late is told as it is
+    assert back_after(passes(*[0.004] * 5, *[0.0] * 20))["tokens"] == 80  # as good as none from the start
+
+
+def test_a_stay_that_ends_before_it_comes_down_is_never_back():
+    assert back_after(passes(*[0.9] * 15, 0.1))["tokens"] == math.inf
+
+
+def test_gain_is_nats_a_token_with_domains_weighing_alike():
+    def answers(*losses: float) -> list[Answer]:
+        names = ("a", "a", "b")
+        return [Answer(name, losses=[loss] * 2) for name, loss in zip(names, losses, strict=True)]
+
+    found = gain(answers(1.0, 1.0, 1.0), answers(2.0, 4.0, 1.0))
+    assert found["mean"] == pytest.approx((2.0 + 0.0) / 2)
+    assert (found["low"], found["high"]) == pytest.approx((0.5, 1.5))
+
+
+def test_a_tour_changes_the_domain_and_repeats_no_change():
+    path = tour(["a", "b", "c", "d"], 12, seed=3)
+    changes = list(pairwise(path))
+    assert all(old != new for old, new in changes)
+    assert len(set(changes)) == len(changes)
+    assert len(tour(["a", "b"], 7, seed=0)) == 3
