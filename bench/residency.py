@@ -61,8 +61,9 @@ from tided.tide.seed import load_seed
 RING_SLOTS, SYNC_SLOTS = 16, 8
 MOST_REQUEST_TOKENS = 640
 REST_TIMEOUT_S = 60.0
-STEADY_FROM = 300  # computed tokens of a domain after which its missed share counts as steady
-WINDOW_TOKENS = 64
+# Tokens of a domain after which its missed share is steady, and of the moving window: of prompts and answers, of answers.
+ALL, ANSWERS = (300, 64), (100, 32)
+SWITCH_LONGEST = 48  # tokens of an answer
 BACK = 1.25  # times the steady share
 LEAST_SHARE = 0.005  # below it a share is as good as none: 1.25 times nothing is never reached
 TRAFFIC_TOKENS = 2
@@ -91,9 +92,11 @@ LADDER = (FROZEN, ADAPTS, RING, BALANCED)
 
 @dataclass(frozen=True)
 class Seen:
-    """One forward pass: its tokens, and sums over their picks of routing weight: wanted, missed, substituted."""
+    """One forward pass: its tokens, whether they are an answer's, and sums over their picks of routing weight: wanted,
+    missed, substituted."""
 
     tokens: int
+    decodes: bool
     weight: float
     missed: float
     substituted: float
@@ -127,21 +130,21 @@ class Forced:
     def prefill(self, lane: LaneState, token_ids: Tensor, logits: Literal["none", "last", "all"]) -> Tensor | None:
         before = self._totals(lane)
         row = self._model.prefill(lane, token_ids, logits)
-        self._note(lane, before, len(token_ids))
+        self._note(lane, before, len(token_ids), False)
         return None if row is None else self._judge(lane, row)
 
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
         before = self._totals(lanes[0])
         row = self._model.decode(lanes, token_ids)
-        self._note(lanes[0], before, 1)
+        self._note(lanes[0], before, 1, True)
         return self._judge(lanes[0], row)
 
     def _totals(self, lane: LaneState) -> Tensor:
         return self._tap.peek(lane.index)[2].clone()
 
-    def _note(self, lane: LaneState, before: Tensor, tokens: int) -> None:
+    def _note(self, lane: LaneState, before: Tensor, tokens: int, decodes: bool) -> None:
         _, _, weight, missed, _, _, read, _ = (self._totals(lane) - before).tolist()
-        self.answer.seen.append(Seen(tokens, weight, missed, missed - read))
+        self.answer.seen.append(Seen(tokens, decodes, weight, missed, missed - read))
 
     def _judge(self, lane: LaneState, row: Tensor) -> Tensor:
         """row [1, vocab] -> the same shape, with the held-out token as its maximum."""
@@ -327,21 +330,22 @@ def summary(given: Sequence[Answer]) -> dict[str, Any]:
     return found
 
 
-def back_after(seen: Sequence[Seen]) -> dict[str, float]:
-    """`seen`: a domain's passes after a switch to it. `tokens`: until the share missed in a moving window is back."""
+def back_after(seen: Sequence[Seen], steady_from: int, window: int) -> dict[str, float]:
+    """`seen`: a domain's passes after a switch to it. `tokens`: until the share missed in a moving window of so many
+    tokens is back near that of the passes behind `steady_from`, the `steady` one; `first`: the share before."""
     ends = np.cumsum([one.tokens for one in seen])
-    late = [one for one, end in zip(seen, ends, strict=True) if end > STEADY_FROM]
-    steady = sum(one.missed for one in late) / sum(one.weight for one in late)
-    limit, back = max(BACK * steady, LEAST_SHARE), math.inf
-    for at in range(len(seen)):
-        window = [one for one, end in zip(seen[: at + 1], ends, strict=False) if end > ends[at] - WINDOW_TOKENS]
-        if ends[at] < WINDOW_TOKENS:
-            continue
-        if sum(one.missed for one in window) / sum(one.weight for one in window) <= limit:
-            back = float(ends[at])
+    weight, missed = np.array([one.weight for one in seen]), np.array([one.missed for one in seen])
+    steady = share(missed, weight, ends > steady_from)
+    back = math.inf
+    for end in ends[ends >= window]:
+        if share(missed, weight, (ends <= end) & (ends > end - window)) <= max(BACK * steady, LEAST_SHARE):
+            back = float(end)
             break
-    first = [one for one, end in zip(seen, ends, strict=True) if end <= max(WINDOW_TOKENS, seen[0].tokens)]
-    return {"tokens": back, "steady": steady, "first": sum(o.missed for o in first) / sum(o.weight for o in first)}
+    return {"tokens": back, "steady": steady, "first": share(missed, weight, ends <= max(window, ends[0]))}
+
+
+def share(part: Any, whole: Any, where: Any) -> float:
+    return float(part[where].sum() / whole[where].sum())
 
 
 # The runs
@@ -421,20 +425,23 @@ def switching(plan: Plan) -> list[dict[str, Any]]:
             supply = {name: rng.sample(texts, len(texts)) for name, texts in plan.texts.items()}
             path = tour(list(supply), plan.switches, seed)
             with serving(plan.settings, plan.switch_budget, variant) as server:
-                stays = [stay(server, supply[domain], plan.switch_tokens, plan.longest) for domain in path]
-            rows += [
-                {"variant": variant.name, "from": old, "to": new, **back_after(seen)}
-                for old, new, seen in zip(path, path[1:], stays[1:], strict=False)
-            ]
+                stays = [stay(server, supply[domain], plan.switch_tokens) for domain in path]
+            for old, new, seen in zip(path, path[1:], stays[1:], strict=False):
+                parts = {
+                    "answers": back_after([one for one in seen if one.decodes], *ANSWERS),
+                    "all": back_after(seen, *ALL),
+                }
+                rows.append({"variant": variant.name, "from": old, "to": new, **parts})
     return rows
 
 
-def stay(server: Server, supply: list[Text], tokens: int, longest: int) -> list[Seen]:
-    """Requests of one domain, taken off the supply's front and put at its end, until `tokens` are computed."""
+def stay(server: Server, supply: list[Text], tokens: int) -> list[Seen]:
+    """Requests of one domain, taken off the supply's front and put at its end, until `tokens` of their answers are
+    decoded, and enough computed to tell what is steady."""
     seen: list[Seen] = []
-    while sum(one.tokens for one in seen) < tokens:
+    while sum(one.decodes for one in seen) < tokens or sum(one.tokens for one in seen) < 2 * ALL[0]:
         supply.append(supply.pop(0))
-        seen += server.answer(supply[-1].cut(longest)).seen
+        seen += server.answer(supply[-1].cut(SWITCH_LONGEST)).seen
     return seen
 
 
@@ -485,13 +492,21 @@ def interval(value: dict[str, float]) -> str:
 
 
 def show_switches(rows: list[dict[str, Any]]) -> None:
-    print("\n| variant | from | to | missed at first | steady | tokens until back |\n|---|---|---|---|---|---|")
+    print("\nTokens after a change of domain until the missed share is back; the share at first, and steady\n")
+    print("| variant | from | to | answers, first | steady | tokens | with prompts, first | steady | tokens |")
+    print(f"|{'---|' * 9}")
     for row in rows:
-        shares = f"{100 * row['first']:.1f} % | {100 * row['steady']:.1f} %"
-        print(f"| {row['variant']} | {row['from']} | {row['to']} | {shares} | {row['tokens']:.0f} |")
+        cells = [f"{100 * p['first']:.1f} % | {100 * p['steady']:.1f} % | {p['tokens']:.0f}" for p in parts_of(row)]
+        print(f"| {row['variant']} | {row['from']} | {row['to']} | {' | '.join(cells)} |")
     for name in dict.fromkeys(row["variant"] for row in rows):
-        tokens = [row["tokens"] for row in rows if row["variant"] == name]
-        print(f"{name}: median {statistics.median(tokens):.0f} tokens, worst {max(tokens):.0f}, {len(tokens)} switches")
+        for at, what in enumerate(("tokens of answers", "tokens, prompts included")):
+            tokens = [parts_of(row)[at]["tokens"] for row in rows if row["variant"] == name]
+            median = statistics.median(tokens)
+            print(f"{name}: median {median:.0f}, worst {max(tokens):.0f} {what}, {len(tokens)} switches")
+
+
+def parts_of(row: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    return row["answers"], row["all"]
 
 
 def machine() -> str:
@@ -535,7 +550,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--traffic", type=int, default=6, help="requests of a domain that are not judged")
     parser.add_argument("--exact-tokens", type=int, default=12, help="of answers, a domain, for exact")
     parser.add_argument("--switches", type=int, default=7, help="changes of domain; 0: none")
-    parser.add_argument("--switch-tokens", type=int, default=600, help="computed between two changes")
+    parser.add_argument("--switch-tokens", type=int, default=200, help="of answers between two changes")
     parser.add_argument("--switch-budget", type=float, default=65.0)
     parser.add_argument("--json", action="store_true")
     plan, began_s = plan_of(options := parser.parse_args(arguments)), time.monotonic()

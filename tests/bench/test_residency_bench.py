@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import residency  # noqa: E402
 from heldout.texts import read  # noqa: E402
-from residency import Answer, Seen, back_after, gain, tour  # noqa: E402
+from residency import ALL, ANSWERS, Answer, Seen, back_after, gain, tour  # noqa: E402
 
 MINI = ROOT / "minis" / "deepseek"
 
@@ -53,22 +53,31 @@ def test_every_domain_has_texts_whose_answers_end():
 
 
 def passes(*shares: float, tokens: int = 20) -> list[Seen]:
-    return [Seen(tokens, 1.0, share, share) for share in shares]
+    return [Seen(tokens, False, 1.0, share, share) for share in shares]
+
+
+def back(seen: list[Seen]) -> dict[str, float]:
+    return back_after(seen, *ALL)
 
 
 def test_tokens_until_the_missed_share_is_back():
     """A window is the last 64 tokens or a little more: four passes of 20."""
     calm = [0.1] * 20
-    assert back_after(passes(*calm))["tokens"] == 80  # no window ends earlier
-    soon = back_after(passes(*[0.5] * 5, *calm))
+    assert back(passes(*calm))["tokens"] == 80  # no window ends earlier
+    soon = back(passes(*[0.5] * 5, *calm))
     assert (soon["tokens"], soon["first"]) == (180, 0.5)
     assert soon["steady"] == pytest.approx(0.1)
-    assert back_after(passes(*[0.5] * 15, *calm))["tokens"] == 380  # too late is told as it is
-    assert back_after(passes(*[0.004] * 5, *[0.0] * 20))["tokens"] == 80  # as good as none from the start
+    assert back(passes(*[0.5] * 15, *calm))["tokens"] == 380  # too late is told as it is
+    assert back(passes(*[0.004] * 5, *[0.0] * 20))["tokens"] == 80  # as good as none from the start
 
 
 def test_a_stay_that_ends_before_it_comes_down_is_never_back():
-    assert back_after(passes(*[0.9] * 15, 0.1))["tokens"] == math.inf
+    assert back(passes(*[0.9] * 15, 0.1))["tokens"] == math.inf
+
+
+def test_answers_have_a_window_of_their_own():
+    seen = passes(*[0.6] * 40, *[0.1] * 100, tokens=1)
+    assert back_after(seen, *ANSWERS)["tokens"] == 40 + 31  # one of 32 passes may still be bad
 
 
 def test_gain_is_nats_a_token_with_domains_weighing_alike():
