@@ -61,7 +61,7 @@ from tided.tide.seed import load_seed
 RING_SLOTS, SYNC_SLOTS = 16, 8
 MOST_REQUEST_TOKENS = 640
 REST_TIMEOUT_S = 60.0
-# Tokens of a domain after which its missed share is steady, and of the moving window: of prompts and answers, of answers.
+# Tokens after which a missed share is steady, and of the moving window: of prompts and answers, of answers alone.
 ALL, ANSWERS = (300, 64), (100, 32)
 SWITCH_LONGEST = 48  # tokens of an answer
 BACK = 1.25  # times the steady share
