@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scripted_engine import said
 
 from tided.api.body import MOST_VALUES, count_values, decompressed
+from tided.api.prepare import prepare
 from tided.errors import RequestError
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -522,3 +523,23 @@ def test_a_bomb_is_never_unfolded():
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"), [({}, "fast"), ({"fidelity": None}, "fast"), ({"fidelity": "exact"}, "exact")]
+)
+async def test_fidelity(server, engine, fields, expected):
+    engine.script("</think>x")
+    status, _ = await server.ask(said("hi", **fields))
+    assert (status, engine.request.fidelity) == (200, expected)
+
+
+@pytest.mark.parametrize("value", ["", "EXACT", 1, True, ["exact"]])
+async def test_a_fidelity_that_there_is_not_is_refused_by_name(server, value):
+    status, reply = await server.ask(said("hi", fidelity=value))
+    assert (status, reply["error"]["param"]) == (400, "fidelity")
+
+
+def test_a_request_that_does_not_say_gets_the_profiles_fidelity(tokenizer):
+    body = json.dumps(said("hi")).encode()
+    assert prepare(body, tokenizer, 4096, False, "balanced").request.fidelity == "balanced"

@@ -50,3 +50,17 @@ async def test_with_every_expert_resident_nothing_is_substituted(whole):
     _, reply = await post(whole.url, ask(QUESTION))
     assert reply["x_engine_stats"]["substituted_weight_share"] == 0
     assert reply["x_engine_stats"]["expert_misses"] == 0
+
+
+async def test_an_exact_answer_of_a_quarter_of_the_experts_is_that_of_all(whole, tmp_path):
+    questions = [ask(QUESTION), ask("What is 12 + 30?", seed=5, temperature=0.8)]
+    expected = [answer(await post(whole.url, body)) for body in questions]
+    with running(mini(resident=120), tmp_path) as few:
+        replies = await asyncio.gather(*(post(few.url, body | {"fidelity": "exact"}) for body in questions))
+        assert [answer(reply) for reply in replies] == expected
+        for _, reply in replies:
+            stats = reply["x_engine_stats"]
+            assert (stats["fidelity"], stats["substituted_weight_share"]) == ("exact", 0)
+            assert stats["decode"]["classes"]["read"] == stats["decode"]["missed_picks"] > 0
+        status, reply = await post(few.url, questions[0] | {"fidelity": "perfect"})
+        assert (status, reply["error"]["param"]) == (400, "fidelity")

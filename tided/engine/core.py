@@ -21,8 +21,8 @@ from tided.errors import PairError, RequestError, TideError
 
 log = logging.getLogger("tided.engine")
 
-LANDING_WAIT_S = 0.01  # the same while reads of experts are under way
 IDLE_WAIT_S = 1.0  # longest sleep on an inbox or a link before the stop flag is looked at
+LANDING_WAIT_S = 0.01  # the same while reads of experts are under way
 OnFault = Callable[[TideError], None]
 
 
