@@ -8,11 +8,13 @@ import zlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_engine import said
+from msgspec.structs import replace
+from scripted_engine import said, settings_with
 
 from tided.api.body import MOST_VALUES, count_values, decompressed
 from tided.api.prepare import prepare
 from tided.errors import RequestError
+from tided.settings import Tide
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 NAN = '{"messages": [{"role": "user", "content": "x"}], "temperature": %s}'
@@ -542,4 +544,5 @@ async def test_a_fidelity_that_there_is_not_is_refused_by_name(server, value):
 
 def test_a_request_that_does_not_say_gets_the_profiles_fidelity(tokenizer):
     body = json.dumps(said("hi")).encode()
-    assert prepare(body, tokenizer, 4096, False, "balanced").request.fidelity == "balanced"
+    settings = replace(settings_with(), tide=Tide(fidelity="balanced"))
+    assert prepare(body, tokenizer, settings, 4096, lambda: None).request.fidelity == "balanced"
