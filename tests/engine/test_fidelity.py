@@ -5,15 +5,17 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from engine_fakes import FakePilot
 from msgspec.structs import replace
 from real_pair import GOLDEN, Served, opened
 
-from tided.engine.build import open_model
+from tided.engine.build import build_rank, open_model
 from tided.engine.offline import first_pairs, settings_of
 from tided.engine.types import Request, Sampling
 from tided.errors import RequestError
 from tided.experts.fetch import UrgentReads
+from tided.models.parallel import Alone
 from tided.settings import Cache, Engine, Experts, Parallel, Tide
 
 MINI = GOLDEN.parents[2] / "minis" / "deepseek"
@@ -72,6 +74,23 @@ def test_exact_is_all_resident_token_for_token(whole, ranks, resident, slots):
     assert len(states) == 1
     for rank in served.ranks:
         rank.executor.urgent.check()
+
+
+@pytest.mark.parametrize("numerics", ["native", "fp32"])
+@pytest.mark.parametrize("slots", [1, 5])
+def test_exact_logits_are_those_of_all_experts_bit_for_bit(numerics, slots):
+    """A chunk of more rows than a decode step takes, a short one, and single tokens."""
+    logits = []
+    for resident in (80, LEAST):
+        model = with_tide(opened(resident=resident, numerics=numerics), sync_slots=slots)
+        rank = build_rank(model, Alone(), first_pairs(model), lambda *_: None)
+        rank.executor.urgent.open(0, "exact")
+        rank.executor.urgent.begin_step([0])
+        lane, ids = rank.model.open_lane(0), torch.tensor(PROMPT)
+        parts = [rank.model.prefill(lane, part, "all") for part in (ids[:40], ids[40:48])]
+        parts += [rank.model.decode([lane], token[None]) for token in ids[48:52]]
+        logits.append(torch.cat(parts))
+    assert torch.equal(*logits)
 
 
 def test_without_exact_the_answers_differ(whole):

@@ -119,3 +119,32 @@ def test_the_bias_chooses_a_substitute_and_does_not_weigh():
 def test_too_few_routable_experts():
     with pytest.raises(ValueError, match="1 routable experts, the router needs 2"):
         router.route(torch.ones(1, 3), torch.zeros(3), torch.tensor([False, True, False]), 2, 1.0)
+
+
+@pytest.mark.parametrize("count", [1, 4, 40])
+def test_experts_that_come_late_leave_no_trace_in_the_bits(slots, count):
+    """Whatever comes first: outputs are kept by (row, k) and added in the order of k."""
+    x, weights = randn(count, 64), randn(count, 3, seed=1).abs()
+    picks = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(t))[:3] for t in range(count)])
+    whole = experts.grouped_experts(x, slots, RECORD, picks, weights, LIMIT, NATIVE)
+    outputs = torch.full((count, 3, 64), torch.nan)
+    for batch in ([3], [0, 4], [2, 1]):
+        here = torch.where(torch.isin(picks, torch.tensor(batch)), picks, -1)
+        experts.pick_outputs(outputs, x, slots, RECORD, here, weights, LIMIT, NATIVE)
+    assert torch.equal(experts.sum_of_picks(outputs), whole)
+    assert not torch.equal(experts.sum_of_picks(outputs.flip(1)), whole) or count == 1
+
+
+def test_a_row_that_may_use_all_it_wants_is_routed_as_if_all_were_routable():
+    score, bias = torch.rand(20, 9, generator=torch.Generator().manual_seed(4)), randn(9, seed=5)
+    routable = torch.arange(9) < 4
+    whole = router.route(score, bias, torch.ones(9, dtype=torch.bool), 3, 1.5)
+    few = router.route(score, bias, routable, 3, 1.5)
+    allowed = routable.expand(20, 9).clone()
+    allowed[::2] = True
+    got = router.reroute(few, bias, allowed, 1.5)
+    assert torch.equal(got.ids[::2], whole.ids[::2])
+    assert torch.equal(got.weights[::2], whole.weights[::2])
+    assert torch.equal(got.ids[1::2], few.ids[1::2])
+    assert torch.equal(got.weights[1::2], few.weights[1::2])
+    assert torch.equal(got.missed, few.missed)
