@@ -13,7 +13,7 @@ from real_pair import GOLDEN, Served, opened
 from tided.engine.build import build_rank, open_model
 from tided.engine.offline import first_pairs, settings_of
 from tided.engine.types import Request, Sampling
-from tided.errors import RequestError
+from tided.errors import PairError, RequestError
 from tided.experts.fetch import UrgentReads
 from tided.models.parallel import Alone
 from tided.settings import Cache, Engine, Experts, Parallel, Tide
@@ -73,7 +73,10 @@ def test_exact_is_all_resident_token_for_token(whole, ranks, resident, slots):
     states = {rank.executor.urgent.state() for rank in served.ranks}
     assert len(states) == 1
     for rank in served.ranks:
-        rank.executor.urgent.check()
+        rank.executor.check()
+    served.ranks[0].executor.urgent._pair_in.clear()
+    with pytest.raises(PairError, match="read before use is broken"):
+        served.ranks[0].executor.check()
 
 
 @pytest.mark.parametrize("numerics", ["native", "fp32"])

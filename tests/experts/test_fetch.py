@@ -189,3 +189,12 @@ def test_ranks_that_decide_alike_have_the_same_state_and_others_do_not():
     computed(one, 0, [3])
     computed(other, 0, [4])
     assert one.state() != other.state()
+
+
+def test_a_broken_book_is_noticed():
+    reads = urgent(3)
+    computed(reads, 0, [1, 2])
+    reads.check()
+    reads._pair_in[next(iter(reads._by_use))] = (0, 2)  # two slots for one pair
+    with pytest.raises(PairError, match="read before use is broken"):
+        reads.check()

@@ -94,7 +94,7 @@ class FollowerEngine(Engine):
             elif residents.reading:
                 self._tell_landed()
             elif checked != self.seq:  # the pair rests: verify the books once
-                residents.check_integrity()
+                self.executor.check()
                 checked = self.seq
 
     def _tell_landed(self) -> None:

@@ -82,6 +82,12 @@ class Executor:
         self.seq = step.seq
         return outcome
 
+    def check(self) -> None:
+        """Raises PairError unless the books of the expert memory agree; for idle moments."""
+        self.residents.check_integrity()
+        if self.urgent is not None:
+            self.urgent.check()
+
     def _admit(self, admission: Admission) -> None:
         if admission.lane in self.lanes:
             raise PairError(f"lane {admission.lane} was given away twice")

@@ -136,7 +136,7 @@ class LeaderEngine(Engine):
         self._rested = True
         if self.executor.lanes or self.scheduler.held_tokens:
             raise PairError(f"lanes {sorted(self.executor.lanes)} are held while no request runs")
-        self.executor.residents.check_integrity()
+        self.executor.check()
         self.ledger.idle()
         return self._next_step()
 
