@@ -19,7 +19,7 @@ def whole(tmp_path_factory):
 
 
 async def test_a_seeded_request_repeats_whatever_runs_beside_it(whole):
-    body = ask(QUESTION, temperature=1.2, seed=77, max_tokens=40)
+    body = ask("Tell me a short story about a fox.", temperature=1.2, seed=77, max_tokens=40)
     alone = answer(await post(whole.url, body))
     noisy = [ask(f"Tell me a story about {x}.", temperature=1, max_tokens=60) for x in ("a fox", "the sea")]
     beside, *_ = await asyncio.gather(post(whole.url, body), *(post(whole.url, other) for other in noisy))
