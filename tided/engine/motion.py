@@ -19,16 +19,15 @@ from tided.tide.hot import HotReads
 
 MAX_SWAPS_AT_ONCE = 512
 FIRST_READS = 4
-PROMPT_STEPS = 2  # a hot read that is published within so many steps came in time
+TIMELY_STEPS = 2  # a hot read that is published within so many steps came in time
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """Swaps that were made for one `reason`. `published` rises as they become routable."""
+    """How many swaps were planned, and why. Each plan is itself, whatever others say."""
 
     reason: str
     swaps: int
-    published: int = 0
 
 
 @dataclass
@@ -89,10 +88,10 @@ class Motion:
     def take_plan(self, swaps: Sequence[PairSwap], reason: str) -> None:
         """The plan's swaps are read next, in order. It knows the set as published, and newer traffic: what is left of
         the plan before it is dropped, what is being read is not. An empty plan has nothing to say and drops nothing."""
+        if swaps and self.has_ring:  # from the same estimate as hot reads, or they would undo each other
+            swaps = self.hot.plan(len(swaps))
         if not swaps:
             return
-        if self.has_ring:  # from the same estimate as hot reads, or they would undo each other
-            swaps = self.hot.plan(len(swaps))
         plan = Plan(reason, len(swaps))
         self._planned = deque((swap, plan) for swap in swaps)
 
@@ -132,12 +131,11 @@ class Motion:
             if load.out is None:
                 self.hot.published(load.pair)
                 self._used[load.pair] = False
-                self.count.late += self._clock - reading.step > PROMPT_STEPS
+                self.count.late += self._clock - reading.step > TIMELY_STEPS
             else:
                 self.hot.swapped(load.out, load.pair)
                 moved.swaps.append((load.out, load.pair))
                 assert reading.plan is not None
-                reading.plan.published += 1
                 moved.plans.append(reading.plan)
 
     def _begin_swaps(self, change: Change) -> None:
@@ -172,7 +170,7 @@ class Motion:
         """Twice as many at once after a step that found all of them done, half as many when some are late."""
         if not under_way:
             self._at_once = min(2 * self._at_once, max(1, self.hot.ring_slots // 2))
-        elif self._clock - min(under_way) > PROMPT_STEPS:
+        elif self._clock - min(under_way) > TIMELY_STEPS:
             self._at_once = max(1, self._at_once // 2)
 
     def _load(self, change: Change, pair: Pair, out: Pair | None, plan: Plan | None) -> None:
