@@ -16,7 +16,7 @@ residents.
     exact           requests of that fidelity: every miss is; of each domain the first requests, --exact-tokens long
 
 A second part (`--switches N`, at --switch-budget) changes the domain N times, and counts the tokens until the share of
-routing weight that is missed is back.
+routing weight that is missed is back. A third (--ring-cost) times decode steps with the ring on and off, in turns.
 """
 
 import argparse
@@ -166,6 +166,7 @@ class Server:
         self.model = Forced(rank)
         rank.executor.model = self.model
         self._events: list[Event] = []
+        self.decodes: list[tuple[float, float]] = []  # seconds of each decode step, of a clock and of the processor
         self._faults: list[TideError] = []
         scheduler = Scheduler(scheduler_limits(rank.opened.settings))
         self.engine = LeaderEngine(rank.executor, scheduler, Solo(), self._events.extend, self._faults.append, pilot)
@@ -196,7 +197,11 @@ class Server:
 
     def _moves(self) -> bool:
         self.engine.take_in(0.001 if self.engine.motion.reading and not self.engine.scheduler.running else 0.0)
-        return self.engine.turn() or self.engine.motion.reading > 0
+        passes, began, worked = len(self.model.answer.seen), time.perf_counter(), time.process_time()
+        moves = self.engine.turn()
+        if len(self.model.answer.seen) > passes and self.model.answer.seen[-1].decodes:
+            self.decodes.append((time.perf_counter() - began, time.process_time() - worked))
+        return moves or self.engine.motion.reading > 0
 
     def _read_bytes(self) -> int:
         return sum(count.bytes for count in self.rank.residents.reads.values())
@@ -407,6 +412,8 @@ def row_of(
     row["rise"] = {part: gain(pick(whole, part), pick(given, part)) for part in ("first", "steady")}
     if before is not None:
         row["won"] = {part: gain(pick(given, part), pick(before, part)) for part in ("all", "steady")}
+    steady = row["domains"]["mean"]["steady"]
+    tell(f"  loss {steady['loss']:.4f}, top-1 {steady['top1']:.3f}, missed {steady['missed']:.3f}")
     return row
 
 
@@ -445,6 +452,42 @@ def stay(server: Server, supply: list[Text], tokens: int) -> list[Seen]:
     return seen
 
 
+def ring_cost(plan: Plan) -> dict[str, Any]:
+    """The same answers with the ring and without, in turns in one process: what a decode step takes, in seconds of a
+    clock and of the processor, readers included. The second does not feel what else the machine does."""
+    tell(f"the ring on and off at {plan.switch_budget:g} %")
+    asked = [text for one in blocks(plan.texts, plan.tokens, SWITCH_LONGEST, 0, plan.seeds[0]) for text in one.judged]
+    with (
+        serving(plan.settings, plan.switch_budget, ADAPTS) as without,
+        serving(plan.settings, plan.switch_budget, RING) as with_ring,
+    ):
+        for at, text in enumerate(asked):
+            for server in (without, with_ring) if at % 2 else (with_ring, without):
+                server.answer(text)
+        reads = with_ring.engine.motion.count.issued
+        off, on = np.array(without.decodes), np.array(with_ring.decodes)
+    found: dict[str, Any] = {"steps": len(on), "hot_reads": reads}
+    for column, name in enumerate(("wall", "processor")):
+        quotients = on[:, column] / off[:, column]
+        low, high = bootstrap(off[:, column], on[:, column])
+        found[name] = {
+            "off_ms": 1000 * float(np.median(off[:, column])),
+            "on_ms": 1000 * float(np.median(on[:, column])),
+            "on_over_off": float(np.median(on[:, column]) / np.median(off[:, column])),
+            "low": low,
+            "high": high,
+            "paired": float(np.median(quotients)),
+        }
+    return found
+
+
+def bootstrap(off: Any, on: Any) -> tuple[float, float]:
+    """The 95 % interval of the quotient of medians, pairs of steps drawn together."""
+    drawn = np.random.default_rng(0).integers(len(on), size=(DRAWS, len(on)))
+    low, high = np.quantile(np.median(on[drawn], axis=1) / np.median(off[drawn], axis=1), [0.025, 0.975])
+    return float(low), float(high)
+
+
 def tell(what: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
 
@@ -458,7 +501,21 @@ def show(found: dict[str, Any]) -> None:
         show_ladder(found["ladder"])
     if found["switches"]:
         show_switches(found["switches"])
+    if found["ring"]:
+        show_ring(found["ring"])
     print(f"\n{found['seconds']:.0f} s")
+
+
+def show_ring(found: dict[str, Any]) -> None:
+    print(f"\nA decode step with a ring of {RING_SLOTS} slots and without, {found['steps']} pairs of steps, ", end="")
+    print(f"{found['hot_reads']} hot reads\n")
+    print("| | off, ms | on, ms | on / off (95 %) | median of each pair's own |\n|---|---|---|---|---|")
+    for name in ("wall", "processor"):
+        one = found[name]
+        print(
+            f"| {name} | {one['off_ms']:.2f} | {one['on_ms']:.2f} | "
+            f"{one['on_over_off']:.3f} ({one['low']:.3f} to {one['high']:.3f}) | {one['paired']:.3f} |"
+        )
 
 
 def show_ladder(rows: list[dict[str, Any]]) -> None:
@@ -552,12 +609,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--switches", type=int, default=7, help="changes of domain; 0: none")
     parser.add_argument("--switch-tokens", type=int, default=200, help="of answers between two changes")
     parser.add_argument("--switch-budget", type=float, default=65.0)
+    parser.add_argument(
+        "--ring-cost", action="store_true", help="what the ring costs a decode step, at --switch-budget"
+    )
     parser.add_argument("--json", action="store_true")
     plan, began_s = plan_of(options := parser.parse_args(arguments)), time.monotonic()
     torch.set_num_threads(1)
     found: dict[str, Any] = {
         "ladder": ladder(plan) if plan.budgets else [],
         "switches": switching(plan) if plan.switches else [],
+        "ring": ring_cost(plan) if options.ring_cost else None,
         "machine": machine(),
         "seconds": time.monotonic() - began_s,
     }
