@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import residency  # noqa: E402
 from heldout.texts import read  # noqa: E402
-from residency import ALL, ANSWERS, Answer, Seen, back_after, gain, tour  # noqa: E402
+from residency import tour  # noqa: E402
+from residency_report import ALL, ANSWERS, Answer, Seen, back_after, gain  # noqa: E402
 
 MINI = ROOT / "minis" / "deepseek"
 
