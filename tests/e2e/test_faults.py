@@ -2,6 +2,7 @@
 timeout of many minutes, a dead worker that stalls the head for ever."""
 
 import asyncio
+import json
 import signal
 import time
 from pathlib import Path
@@ -47,6 +48,10 @@ def test_a_dead_or_stuck_rank_ends_the_pair_within_seconds_and_it_starts_again(t
         assert last is not None
         for pid in pids:
             until(lambda pid=pid: not alive(pid))
+    survivor = pair.state_dir / f"flight-{1 - rank}.jsonl"
+    *steps, fault = [json.loads(line) for line in survivor.read_text().splitlines()]
+    assert steps[0]["work"] == "prefill"
+    assert fault["fault"]
     with started(pair.profile, pair.state_dir, int(pair.url.rsplit(":", 1)[1])) as again:
         again.handle.wait_ready(120)
         assert answer(asyncio.run(post(again.url, ask("What is the capital of Italy?"))))
