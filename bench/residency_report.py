@@ -147,6 +147,8 @@ def show_ladder(rows: list[dict[str, Any]]) -> None:
     print("\nLoss of the steady part, nats a token / top-1, %\n")
     print(f"| held | variant | {' | '.join(domains)} | mean |\n|{'---|' * (len(domains) + 3)}")
     for row in rows:
+        if "equal" in row:  # of other, fewer tokens
+            continue
         cells = [row["domains"][name]["steady"] for name in [*domains, "mean"]]
         shown = " | ".join(f"{cell['loss']:.3f} / {100 * cell['top1']:.0f}" for cell in cells)
         print(f"| {row['budget']:g} % | {row['variant']} | {shown} |")
@@ -154,6 +156,8 @@ def show_ladder(rows: list[dict[str, Any]]) -> None:
     print("| held | variant | rise, first request | rise, steady | won, all | won, steady | missed | KB read a token |")
     print(f"|{'---|' * 8}")
     for row in rows:
+        if "equal" in row:
+            continue
         mean, won = row["domains"]["mean"], row.get("won")
         parts = [interval(won[part]) if won else "" for part in ("all", "steady")]
         print(
@@ -169,6 +173,9 @@ def show_ladder(rows: list[dict[str, Any]]) -> None:
 
 
 def interval(value: dict[str, float]) -> str:
+    """Without the interval where there is one request a domain."""
+    if value["low"] == value["high"]:
+        return f"{value['mean']:+.3f}"
     return f"{value['mean']:+.3f} ({value['low']:+.3f} to {value['high']:+.3f})"
 
 
