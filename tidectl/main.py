@@ -3,12 +3,15 @@
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
+from tidectl.group import Commands
+from tidectl.options import PROFILE_HELP, Json, Profile, Timeout
+from tidectl.profile_app import profile
 from tidectl.profiles import names as profile_names
+from tidectl.tide_app import tide
 
 HELP = """Serve a mixture-of-experts model that is larger than memory.
 
@@ -49,46 +52,6 @@ Environment:
   NO_COLOR        no colours
 """
 
-
-AS_JSON = "tidectl.json"
-
-
-class Commands(TyperGroup):
-    """An error of ours ends a command with its text on stderr and its own exit code, never with a traceback. With
-    --json whatever ends it early is an object on stdout as well."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[AS_JSON] = "--json" in args[: args.index("--") if "--" in args else None]
-        rest: list[str] = super().parse_args(ctx, args)
-        return rest
-
-    def invoke(self, ctx: Any) -> Any:
-        from tided.errors import TideError
-
-        try:
-            return super().invoke(ctx)
-        except TideError as error:
-            from tidectl.output import report
-
-            report(error)
-            _tell(ctx, error.what, error.where, error.hint, error.exit_code)
-            raise typer.Exit(error.exit_code) from error
-        except KeyboardInterrupt:
-            _tell(ctx, "interrupted", "", "", 130)
-            raise
-        except Exception as error:
-            if hasattr(error, "format_message"):  # a wrong call, for which typer has no public class; it is on stderr
-                _tell(ctx, error.format_message(), "", "see --help", getattr(error, "exit_code", 2))
-            raise
-
-
-def _tell(ctx: Any, what: str, where: str, hint: str, exit_code: int) -> None:
-    if ctx.meta.get(AS_JSON):
-        from tidectl.output import emit
-
-        emit("error/1", {"error": {"what": what, "where": where, "hint": hint, "exit_code": exit_code}})
-
-
 app = typer.Typer(
     cls=Commands,
     help=HELP,
@@ -117,15 +80,8 @@ def common(
     pass
 
 
-profile = typer.Typer(help="Check, list and explain profiles.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(profile, name="profile")
-tide = typer.Typer(help="What the server has learned of its traffic.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(tide, name="tide")
-
-PROFILE_HELP = "A TOML file, or a name of `tidectl profile list`."
-Profile = Annotated[str, typer.Argument(metavar="PROFILE", autocompletion=profile_names, help=PROFILE_HELP)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long to wait until the ranks serve.")]
 
 
 @app.command()
@@ -354,154 +310,6 @@ def version(json: Json = False) -> None:
     from tidectl import about
 
     about.show(json)
-
-
-@profile.command("check")
-def profile_check(file: Profile, json: Json = False) -> None:
-    """Tell everything that is wrong with a profile.
-
-    Its keys and values, and whether its checkpoint can do what it asks for. Exits with 78 on an error. A note is none;
-    it tells what else a start here and now would refuse: a missing checkpoint, a port in use, a key that this build
-    does not act on.
-    """
-    from tidectl import profile_commands, profiles
-
-    raise typer.Exit(profile_commands.check(profiles.find(file), json))
-
-
-@profile.command("list")
-def profile_list(json: Json = False) -> None:
-    """List the profiles that come with TideLM, and what keeps this build from starting one here."""
-    from tidectl import profile_commands
-
-    profile_commands.list_bundled(json)
-
-
-@profile.command("show")
-def profile_show(file: Profile, json: Json = False) -> None:
-    """Show every key of a profile: its resolved value, what it does, what it affects."""
-    from tidectl import profile_commands, profiles
-
-    profile_commands.show(profiles.find(file), json)
-
-
-TIDE_PROFILE_HELP = "Whose history.  [default: that of the profile that runs, or ran last]"
-TideProfile = Annotated[
-    str | None, typer.Argument(metavar="PROFILE", autocompletion=profile_names, help=TIDE_PROFILE_HELP)
-]
-
-
-@tide.command("show")
-def tide_show(profile: TideProfile = None, json: Json = False) -> None:
-    """Show what was learned: requests, their weight against the seed, residents by layer, what moved most.
-
-    Coverage is the share of the recorded demand that the experts take which a start would keep.
-    """
-    from tidectl import profiles, tide
-
-    tide.show(profiles.find(profile) if profile else None, json)
-
-
-@tide.command("export")
-def tide_export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="To write; JSON.")],
-    profile: TideProfile = None,
-    json: Json = False,
-) -> None:
-    """Write a history to a file: counts of picks over all requests, no text. The daemon may be running."""
-    from tidectl import profiles, tide
-
-    tide.export(file, profiles.find(profile) if profile else None, json)
-
-
-@tide.command("import")
-def tide_import(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `tidectl tide export` wrote.")],
-    profile: TideProfile = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Add its votes to those of the history.")] = False,
-    replace: Annotated[bool, typer.Option("--replace", help="Set the history aside, begin with the file.")] = False,
-    json: Json = False,
-) -> None:
-    """Take over an exported history of the same model. Refused while a daemon records.
-
-    \b
-      tidectl tide export learned.json
-      tidectl tide import learned.json mini-deepseek --merge
-    """
-    from tidectl import profiles, tide
-
-    tide.import_(file, profiles.find(profile) if profile else None, merge, replace, json)
-
-
-@tide.command("merge")
-def tide_merge(
-    one: Annotated[Path, typer.Argument(metavar="A", help="An exported history.")],
-    other: Annotated[Path, typer.Argument(metavar="B", help="Another one, of the same model.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="To write: the votes of both.")],
-    json: Json = False,
-) -> None:
-    """Add two exported histories of one model."""
-    from tidectl import tide
-
-    tide.merge(one, other, out, json)
-
-
-@tide.command("reset")
-def tide_reset(
-    profile: TideProfile = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    json: Json = False,
-) -> None:
-    """Forget what was learned: the history is set aside under another name, and the next start begins with the seed.
-
-    Refused while a daemon records.
-    """
-    from tidectl import profiles, tide
-
-    tide.reset(profiles.find(profile) if profile else None, yes, json)
-
-
-@tide.command("simulate")
-def tide_simulate(
-    traffic: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="mixed or switching; may be given twice.  [default: both]"),
-    ] = None,
-    share: Annotated[
-        list[float] | None,
-        typer.Option(
-            metavar="SHARE",
-            min=0.05,
-            max=1,
-            help="Of all experts, those in memory; may be given again.  [default: 0.25, 0.4, 0.65]",
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Runs of each, with seeds 0 to N - 1.")] = 5,
-    layers: Annotated[
-        int, typer.Option(metavar="N", min=1, max=40, help="Layers of the simulated model; the real one has 40.")
-    ] = 8,
-    control: Annotated[
-        bool, typer.Option(help="Add the control: traffic without popularity or memory, where no policy can gain.")
-    ] = True,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A recorded trace instead of simulated traffic.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Compare policies for what to keep in memory, on simulated traffic.
-
-    Ours is the code that serves: planner, pilot and hot reads. All policies have the same memory and may read as
-    much. Exits with 1 when a policy missed less than ours, or read less, or when the control shows a gain.
-
-    \b
-      tidectl tide simulate
-      tidectl tide simulate --traffic switching --share 0.4 --seeds 1
-      tidectl tide simulate --trace bench/data/mini-routing.safetensors
-    """
-    from tidectl import simulate
-
-    options = simulate.Options(traffic or [], share or [], seeds, layers, control, trace)
-    raise typer.Exit(simulate.run(options, json))
 
 
 def main() -> None:

@@ -1,0 +1,36 @@
+"""`tidectl profile`: its commands and their options."""
+
+import typer
+
+from tidectl.options import Json, Profile
+
+profile = typer.Typer(help="Check, list and explain profiles.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@profile.command("check")
+def profile_check(file: Profile, json: Json = False) -> None:
+    """Tell everything that is wrong with a profile.
+
+    Its keys and values, and whether its checkpoint can do what it asks for. Exits with 78 on an error. A note is none;
+    it tells what else a start here and now would refuse: a missing checkpoint, a port in use, a key that this build
+    does not act on.
+    """
+    from tidectl import profile_commands, profiles
+
+    raise typer.Exit(profile_commands.check(profiles.find(file), json))
+
+
+@profile.command("list")
+def profile_list(json: Json = False) -> None:
+    """List the profiles that come with TideLM, and what keeps this build from starting one here."""
+    from tidectl import profile_commands
+
+    profile_commands.list_bundled(json)
+
+
+@profile.command("show")
+def profile_show(file: Profile, json: Json = False) -> None:
+    """Show every key of a profile: its resolved value, what it does, what it affects."""
+    from tidectl import profile_commands, profiles
+
+    profile_commands.show(profiles.find(file), json)
