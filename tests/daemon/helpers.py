@@ -99,12 +99,12 @@ class Running:
         return supervisor.status(self.state_dir).last
 
 
-def write_profile(tmp_path: Path, text: str, ranks: int = 2, **parallel) -> tuple[Path, int]:
+def write_profile(tmp_path: Path, text: str, ranks: int = 2, drain_s: int = 2, **parallel) -> tuple[Path, int]:
     """`text` with its [parallel] and [server] tables on free ports; returns the file and the HTTP port."""
     first = free_ports(4)
     table = {"ranks": ranks, "control_port": first, "data_port": first + 2} | parallel
     lines = [f"{key} = {value}" for key, value in table.items()]
-    body = f"{text}\n[parallel]\n" + "\n".join(lines) + f"\n[server]\nport = {first + 3}\ndrain_s = 2\n"
+    body = f"{text}\n[parallel]\n" + "\n".join(lines) + f"\n[server]\nport = {first + 3}\ndrain_s = {drain_s}\n"
     profile = tmp_path / "profile.toml"
     profile.write_text(body)
     return profile, first + 3
