@@ -1,12 +1,14 @@
 """C5 and C9 over HTTP, with the whole set resident so that nothing but the engine decides."""
 
 import asyncio
+import json
+import re
 
 import aiohttp
 import pytest
 
 from tests.daemon.helpers import running
-from tests.e2e.conftest import answer, ask, chunks, mini, post
+from tests.e2e.conftest import ROOT, answer, ask, chunks, mini, post
 
 pytestmark = pytest.mark.xdist_group("serving")
 QUESTION = "Tell me about Japan."
@@ -64,3 +66,14 @@ async def test_an_exact_answer_of_a_quarter_of_the_experts_is_that_of_all(whole,
             assert stats["decode"]["classes"]["read"] == stats["decode"]["missed_picks"] > 0
         status, reply = await post(few.url, questions[0] | {"fidelity": "perfect"})
         assert (status, reply["error"]["param"]) == (400, "fidelity")
+
+
+async def test_the_requests_of_the_readme_do_what_it_says(whole):
+    bodies = [json.loads(body) for body in re.findall(r"-d '(\{.*?\})'", (ROOT / "README.md").read_text(), re.DOTALL)]
+    tool = next(body for body in bodies if "tools" in body)
+    thinking = next(body for body in bodies if "thinking" in body)
+    call = (await post(whole.url, tool))[1]["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert (call["name"], json.loads(call["arguments"])) == ("read_file", {"path": "notes.txt"})
+    message = (await post(whole.url, thinking))[1]["choices"][0]["message"]
+    assert message["reasoning_content"].strip()
+    assert "25 + 13 = 38." in message["content"]

@@ -25,7 +25,6 @@ class Moe:
     limit: float
     gate: Tensor  # [E, D]
     bias: Tensor  # [E], of text
-    bias_vl: Tensor  # [E], of image positions
     shared_w13: Tensor  # [2n, D], this rank's part: w1 over w3
     shared_w2: Tensor  # [D, n]
     bank: ExpertBank
@@ -88,7 +87,6 @@ def load_moe(weights: Weights, t: TextConfig, layer: int, bank: ExpertBank, nume
         t.swiglu_limit,
         gate=weights.plain("gate.weight"),
         bias=weights.plain("gate.bias"),
-        bias_vl=weights.plain("gate.bias_vl"),
         shared_w13=torch.cat([shared.fp8("w1", rows=inner), shared.fp8("w3", rows=inner)]),
         shared_w2=shared.fp8("w2", columns=inner),
         bank=bank,
