@@ -39,13 +39,31 @@ class Ready(Message, frozen=True):
     residents_digest: str
 
 
+class Restore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The lane begins with the snapshot that every rank has read for `ticket`: the prompt's first `tokens`."""
+
+    ticket: int
+    tokens: int
+
+
 class Admission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lane: int
     request: Request
+    restore: Restore | None = None
+
+
+class Recall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Begin to read back, beside the work: the first of these snapshots that is there and whole (`keys`, the longest
+    prefix first), or all of a parked `lane`."""
+
+    ticket: int
+    keys: list[str] = []
+    lane: int = -1
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Compute prompt tokens [start, start + count) of a lane; the last chunk also samples the first token."""
+    """Compute prompt tokens [start, start + count) of a lane; the last chunk also samples the first token. `count` 0: the
+    whole prompt was restored, and the first token is drawn from the restored logits."""
 
     lane: int
     start: int
@@ -88,8 +106,13 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Step(Message, frozen=True):
-    """One step of the engine: releases, admissions, the change of the routable set, then the work. `seq` rises by one;
-    `plan_version` counts the steps that changed who is resident."""
+    """One step of the engine: releases, lanes that are parked and resumed, admissions, the change of the routable set,
+    reads that begin, the work, snapshots. `seq` rises by one; `plan_version` counts the steps that changed who is
+    resident.
+
+    `park`: lanes whose context leaves the pool for the disk; they keep their number. `resume`: lanes whose context
+    every rank has read back. `forget`: tickets of recalls that are not wanted any more. `save`: lanes whose context,
+    after the work, becomes a snapshot of the prompt cache."""
 
     seq: int
     plan_version: int
@@ -98,6 +121,11 @@ class Step(Message, frozen=True):
     change: Change = Change()
     work: Prefill | Decode | None = None
     digest_due: bool = False
+    park: list[int] = []
+    resume: list[int] = []
+    recall: list[Recall] = []
+    forget: list[int] = []
+    save: list[int] = []
 
 
 class Landed(Message, frozen=True):
@@ -105,6 +133,16 @@ class Landed(Message, frozen=True):
 
     rank: int
     tickets: list[int]
+
+
+class Recalled(Message, frozen=True):
+    """What a rank has for a `Recall`: which of its keys (or 0, the parked lane) it holds, and which of them it has read
+    and checked, -1 for none. Rank 0 restores only what every rank has read (C1)."""
+
+    rank: int
+    ticket: int
+    held: list[int]
+    loaded: int
 
 
 class Digest(Message, frozen=True):
@@ -137,4 +175,4 @@ class Fault(Message, frozen=True):
     message: str
 
 
-ControlMessage = Hello | Welcome | Refused | Ready | Step | Landed | Digest | Stop | Heartbeat | Fault
+ControlMessage = Hello | Welcome | Refused | Ready | Step | Landed | Recalled | Digest | Stop | Heartbeat | Fault
