@@ -1,38 +1,66 @@
 """What the next step does, decided from state alone: no clock, no tensor, no other rank.
 
-Requests wait in order and take a lane once the pool can hold the whole of them, prompt and answer. A newcomer's prompt
-is computed in chunks that take turns with decode steps, so a running answer waits for one chunk at most. Questions
+Requests wait in order and take a lane once the pool can hold their prompt and a page more. A newcomer's prompt is
+computed in chunks that take turns with decode steps, so a running answer waits for one chunk at most. Questions
 (`can_...`) change nothing; verbs do.
+
+Contexts grow page by page. Where the pool cannot hold what the next step may add, the newest request is parked: its
+context goes to disk, its lane's number stays its own. It comes back, the oldest first and before any newcomer, when the
+others leave it room to go on for a while. The oldest is never parked: one request always fits, so all end.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tided.control.messages import Admission, Change, Decode, Prefill, Step
+from tided.control.messages import Admission, Change, Decode, Prefill, Restore, Step
+from tided.engine.recall import Recalls
 from tided.engine.types import Request
 from tided.errors import QueueFullError
 
 UNCHANGED = Change()
+MOST_SNAPSHOTS = 32  # of one prompt, about: each holds windows of its own beside the pages that all share
+RESUME_SHARE = 8  # a parked lane comes back when it can grow by an eighth: it is not written again after a few tokens
 
 
 @dataclass
 class Running:
-    """A request in a lane. `computed` counts prompt tokens; the answer begins when the whole prompt is computed."""
+    """A request in a lane. `computed` counts prompt tokens, `drawn` those of the answer, which begins when the whole
+    prompt is computed. `pages`: what it may hold of the pool by now; 0 while it is parked. `undrawn`: the prompt was
+    restored whole, and its first token is still to be drawn."""
 
     request: Request
     lane: int
     computed: int = 0
+    drawn: int = 0
+    pages: int = 0
+    parked: bool = False
+    undrawn: bool = False
 
     @property
     def in_prefill(self) -> bool:
-        return self.computed < len(self.request.prompt_ids)
+        return self.computed < len(self.request.prompt_ids) or self.undrawn
+
+    @property
+    def length(self) -> int:
+        """Tokens in the context: the newest of an answer is not."""
+        return self.computed + max(0, self.drawn - 1)
+
+    def chunk(self, chunk_tokens: int) -> Prefill:
+        """The next chunk of the prompt. Chunks end at multiples of `chunk_tokens` whatever runs beside them: a snapshot
+        at such a place is what a computation from the start would have there."""
+        start, left = self.computed, len(self.request.prompt_ids) - self.computed
+        count = min(chunk_tokens - start % chunk_tokens, left)
+        self.computed, self.undrawn = start + count, False
+        return Prefill(self.lane, start, count)
 
 
 @dataclass(frozen=True)
 class Limits:
     """Lanes, waiting requests, tokens of context of one request, of all lanes together and of a page of it, tokens of a
     prefill chunk, swaps read at once, steps between comparisons of the ranks; whether there are slots to read experts
-    into before use."""
+    into before use; tokens of context that may be parked (0: a lane is admitted when the pool can hold its prompt and
+    longest answer), most tokens that a decode step drafts, whether snapshots are taken."""
 
     lanes: int
     queue: int
@@ -43,17 +71,31 @@ class Limits:
     swaps: int
     guard_every_steps: int
     can_wait: bool = True
+    park_tokens: int = 0
+    draft_tokens: int = 0
+    snapshots: bool = False
 
     def __post_init__(self) -> None:
         if self.context_tokens > self.pool_tokens:
             raise ValueError("a request that fits the context but not the pool would wait for ever")
 
+    def pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
+
+    @property
+    def pool_pages(self) -> int:
+        return self.pages(self.pool_tokens)
+
 
 class Scheduler:
-    def __init__(self, limits: Limits) -> None:
+    """`failed`: requests that a step gave up, for who tells their clients."""
+
+    def __init__(self, limits: Limits, recalls: Recalls | None = None) -> None:
         self.limits = limits
+        self.recalls = recalls or Recalls()
         self.waiting: deque[Request] = deque()
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, Running] = {}  # by age: a lane is put in when it is admitted
+        self.failed: list[Running] = []
         self.seq = 0
         self.plan_version = 0
         self._free = deque(range(limits.lanes))
@@ -62,14 +104,38 @@ class Scheduler:
 
     @property
     def held_tokens(self) -> int:
-        return sum(self.price_tokens(running.request) for running in self.running.values())
+        """Of the pool, as admission counts it."""
+        return self._claims(self.active) * self.limits.page_tokens
+
+    @property
+    def active(self) -> list[Running]:
+        """The lanes that take part in steps, the oldest first."""
+        return [running for running in self.running.values() if not running.parked]
+
+    @property
+    def parked(self) -> list[Running]:
+        return [running for running in self.running.values() if running.parked]
 
     def price_tokens(self, request: Request) -> int:
         """Tokens of the pool that the request may come to hold: whole pages."""
-        return self._whole_pages(len(request.prompt_ids) + request.max_tokens)
+        return self.limits.pages(len(request.prompt_ids) + request.max_tokens) * self.limits.page_tokens
 
-    def _whole_pages(self, tokens: int) -> int:
-        return -(-tokens // self.limits.page_tokens) * self.limits.page_tokens
+    def _claim(self, running: Running, more_tokens: int = 0) -> int:
+        """Pages without which a lane is better not begun: its prompt and a page more, and what it holds."""
+        limits, request = self.limits, running.request
+        whole = len(request.prompt_ids) + request.max_tokens
+        if not limits.park_tokens:
+            return limits.pages(whole)
+        length = max(len(request.prompt_ids), running.length + self._growth(running))
+        return max(running.pages, limits.pages(min(whole, length + max(limits.page_tokens, more_tokens))))
+
+    def _claims(self, lanes: Iterable[Running]) -> int:
+        return sum(self._claim(running) for running in lanes)
+
+    def _growth(self, running: Running) -> int:
+        """Most tokens that the next step may add to the lane."""
+        left = len(running.request.prompt_ids) - running.computed
+        return min(self.limits.chunk_tokens, left) if left else 1 + self.limits.draft_tokens
 
     def submit(self, request: Request) -> None:
         """Appends to the queue, which is in order. Raises QueueFullError."""
@@ -82,6 +148,7 @@ class Scheduler:
         for request in self.waiting:
             if request.request_id == request_id:
                 self.waiting.remove(request)
+                self.recalls.drop(request)
                 return request
         for running in self.running.values():
             if running.request.request_id == request_id:
@@ -93,42 +160,119 @@ class Scheduler:
         running = self.running.pop(lane)
         self._release.append(lane)
         self._free.append(lane)
+        self.recalls.left(lane)
         return running
 
-    def can_admit(self) -> bool:
-        if not self.waiting or not self._free:
-            return False
-        wanted = self.held_tokens + self.price_tokens(self.waiting[0])
-        return wanted <= self._whole_pages(self.limits.pool_tokens)
+    def drew(self, lane: int, tokens: int) -> None:
+        """The answer has so many tokens more."""
+        self.running[lane].drawn += tokens
 
-    def admit(self) -> Admission:
+    def can_admit(self) -> bool:
+        """Parked requests come first: whoever is in the queue is newer."""
+        if not self.waiting or not self._free or self.parked:
+            return False
+        newcomer = Running(self.waiting[0], self._free[0])
+        return self._claims((*self.active, newcomer)) <= self.limits.pool_pages
+
+    def admit(self, restore: Restore | None = None) -> Admission:
         request, lane = self.waiting.popleft(), self._free.popleft()
-        self.running[lane] = Running(request, lane)
-        return Admission(lane, request)
+        running = self.running[lane] = Running(request, lane)
+        if restore is not None:
+            running.computed = restore.tokens
+            running.undrawn = restore.tokens == len(request.prompt_ids)
+        self._hold(running)
+        self.recalls.taken(request)
+        return Admission(lane, request, restore)
+
+    def _admissions(self) -> list[Admission]:
+        """Of a newcomer that may begin with a snapshot, the ranks are asked first; the steps of others go on."""
+        admitted = []
+        while self.can_admit():
+            found = self.recalls.find(self.waiting[0])
+            if found is None:
+                break
+            admitted.append(self.admit(found.restore))
+        return admitted
+
+    def _hold(self, running: Running) -> None:
+        whole = len(running.request.prompt_ids) + running.request.max_tokens
+        growth = running.length + self._growth(running)
+        running.pages = max(running.pages, self.limits.pages(min(growth, whole)))
+
+    def _make_room(self) -> list[int]:
+        """The lanes to be parked so that the pool holds whatever the next step adds to the others."""
+        active, parked = self.active, []
+        for running in active:
+            self._hold(running)
+        while sum(running.pages for running in active) > self.limits.pool_pages:
+            newest = active.pop()
+            if self._can_park(newest):
+                newest.pages, newest.parked = 0, True
+                parked.append(newest.lane)
+            else:
+                self.failed.append(self.finish(newest.lane))
+        return parked
+
+    def _can_park(self, running: Running) -> bool:
+        lanes = (*self.parked, running)
+        return sum(self.limits.pages(lane.length) for lane in lanes) <= self.limits.pages(self.limits.park_tokens)
+
+    def can_resume(self) -> bool:
+        """Whether the oldest parked lane may grow for a while beside the active ones."""
+        if not (parked := self.parked):
+            return False
+        more = parked[0].length // RESUME_SHARE
+        return self._claims(self.active) + self._claim(parked[0], more) <= self.limits.pool_pages
+
+    def _resume(self) -> list[int]:
+        resumed = []
+        while self.can_resume() and self.recalls.is_back(self.parked[0].lane):
+            running = self.parked[0]
+            running.parked = False
+            self._hold(running)
+            self.recalls.left(running.lane)
+            resumed.append(running.lane)
+        return resumed
 
     def next_step(self, change: Change = UNCHANGED, moves_residents: bool = False) -> Step | None:
         """The step to send and execute now, with a change of the routable set if there is one; None when there is
         nothing to do."""
+        park = self._make_room()
+        resume = [] if park else self._resume()
+        admit = self._admissions()
         release, self._release = self._release, []
-        admit = []
-        while self.can_admit():
-            admit.append(self.admit())
         work = self._next_work()
-        if not (release or admit or change or work):
+        save = self._snapshots(work)
+        recall, forget = self.recalls.take()
+        if not (release or admit or change or work or park or resume or recall or forget):
             return None
         self.seq += 1
         self.plan_version += moves_residents
         due = self.seq % self.limits.guard_every_steps == 0
-        return Step(self.seq, self.plan_version, release, admit, change, work, due)
+        return Step(
+            self.seq, self.plan_version, release, admit, change, work, due, park, resume, recall, forget, save
+        )  # fmt: skip
 
     def _next_work(self) -> Prefill | Decode | None:
-        newcomer = next((running for running in self.running.values() if running.in_prefill), None)
-        decoding = [running.lane for running in self.running.values() if not running.in_prefill]
+        newcomer = next((running for running in self.active if running.in_prefill), None)
+        decoding = [running.lane for running in self.active if not running.in_prefill]
         if newcomer and not (decoding and self._prefilled_last):
             self._prefilled_last = True
-            start, left = newcomer.computed, len(newcomer.request.prompt_ids) - newcomer.computed
-            count = min(self.limits.chunk_tokens, left)
-            newcomer.computed += count
-            return Prefill(newcomer.lane, start, count)
+            return newcomer.chunk(self.limits.chunk_tokens)
         self._prefilled_last = False
         return Decode(decoding) if decoding else None
+
+    def _snapshots(self, work: Prefill | Decode | None) -> list[int]:
+        if not self.limits.snapshots or not isinstance(work, Prefill) or not work.count:
+            return []
+        prompt = len(self.running[work.lane].request.prompt_ids)
+        return [work.lane] if worth_saving(work.start + work.count, prompt, self.limits.chunk_tokens) else []
+
+
+def worth_saving(end: int, prompt_tokens: int, chunk_tokens: int) -> bool:
+    """Whether the boundary of a chunk becomes a snapshot: evenly spread ones of a long prompt, and its last ones, where
+    the next prompt of a conversation most often differs."""
+    chunks = -(-prompt_tokens // chunk_tokens)
+    apart = -(-chunks // MOST_SNAPSHOTS)
+    number = -(-end // chunk_tokens)
+    return number % apart == 0 or number >= chunks - 1
