@@ -18,12 +18,14 @@ def motion(ranks: int = 1, spare: int = 2, ring: int = 0) -> Motion:
 
 
 def wants(motion: Motion, *pairs, tokens: int = 8) -> None:
-    """Steps in which every row puts all its weight on these pairs."""
+    """Steps of one row each, all of whose weight is on these pairs."""
+    weights = np.zeros((LAYERS, EXPERTS))
     for _ in range(tokens):
-        weights = np.zeros((LAYERS, EXPERTS))
         for pair in pairs:
-            weights[pair] = 1.0
-        motion.observe(weights, 1, may_read=True)
+            weights[pair] += 1.0
+        if motion.stepped(1):
+            motion.observe(weights)
+            weights[:] = 0.0
 
 
 def loads(change) -> list:
@@ -103,13 +105,22 @@ def test_what_is_missed_badly_is_read_and_joins_the_ring_when_every_rank_has_it(
     published, moved = m.change()
     assert (sorted(published.publish), moved.swaps) == ([1, 2], [])
     assert (m.hot.ring, m.count.issued) == ([(0, 7), (2, 6)], 2)
-    wants(m, (0, 7), tokens=3)
-    assert (m.count.used, m.count.used_weight) == (1, 3.0)
+    wants(m, (0, 7), tokens=4)
+    assert (m.count.used, m.count.used_weight) == (1, 4.0)
+
+
+def test_the_ring_looks_once_a_few_rows_have_come_together():
+    m = motion(ring=4)
+    assert [m.stepped(1) for _ in range(4)] == [False, False, False, True]
+    m.observe(np.ones((LAYERS, EXPERTS)))
+    assert [m.stepped(3), m.stepped(3)] == [False, True]
+    m.observe(np.ones((LAYERS, EXPERTS)))
+    assert m.stepped(256), "a prompt's chunk is looked at at once"
 
 
 def test_without_a_ring_nothing_is_read_by_itself():
     m = motion()
-    wants(m, (0, 7))
+    assert not any(m.stepped(9) for _ in range(9))
     assert not m.change()[0]
 
 
@@ -121,14 +132,14 @@ def filled(m: Motion, *pairs) -> None:
     m.change()
 
 
-def test_entries_that_the_last_step_used_survive():
+def test_entries_that_the_last_look_saw_used_survive():
     m = motion(ring=4)
     ring = [(0, 7), (2, 6), (1, 5), (1, 6)]
     filled(m, *ring[:2])
     filled(m, *ring[2:])
     left = []
     for _ in range(6):
-        wants(m, *ring, (2, 7), tokens=3)
+        wants(m, *ring, (2, 7), tokens=4)
         change, _ = m.change()
         left += change.withdraw
         land(m, change)
@@ -188,7 +199,8 @@ def test_any_traffic_leaves_books_that_agree(seed):
     resident, ring, reading = set(PAIRS), set(), {}
     for _ in range(300):
         weights = random.random((LAYERS, EXPERTS)) ** 6
-        m.observe(weights, 1, may_read=bool(random.random() < 0.8))
+        if m.stepped(int(random.integers(1, 6))):
+            m.observe(weights)
         if random.random() < 0.1:
             m.take_plan([(out, in_) for out, in_ in zip(sorted(resident), ABSENT, strict=False)], "test")
         told = [ticket for ticket in reading if random.random() < 0.4]

@@ -1,8 +1,9 @@
 """Demand is what the router wanted, by lane; warm-up forwards do not count."""
 
+import pytest
 import torch
 
-from tided.experts.tables import DemandTap, RoutingTables
+from tided.experts.tables import KEPT_STEPS, DemandTap, RoutingTables
 
 CPU = torch.device("cpu")
 
@@ -39,16 +40,27 @@ def test_what_becomes_of_a_missed_pick_is_counted():
     torch.testing.assert_close(tap.totals[0], torch.tensor([3, 3, 1, 1, 1, 1, 0.7, 0.1], dtype=torch.float64))
 
 
-def test_the_weights_wanted_in_a_step_are_those_of_all_lanes_without_the_light_ones():
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_weights_wanted_since_the_last_time_are_those_of_all_lanes_without_the_light_ones(steps):
     tap = DemandTap(2, 2, 4, CPU, light=0.3)
-    tap.begin_step()
-    record(tap)
+    for _ in range(steps):
+        tap.begin_step()
+        record(tap)
     expected = torch.zeros(2, 4)
-    expected[1] = torch.tensor([0.6, 0, 0.5, 0.75 + 0.5 + 0.4])
-    torch.testing.assert_close(tap.wanted_weights(), expected)
+    expected[1] = steps * torch.tensor([0.6, 0, 0.5, 0.75 + 0.5 + 0.4])
+    torch.testing.assert_close(tap.take_wanted(), expected)
     tap.begin_step()
-    assert not tap.wanted_weights().any()
-    assert tap.counts.sum() == 6
+    assert not tap.take_wanted().any()
+    assert tap.counts.sum() == 6 * steps
+
+
+def test_a_rank_that_nobody_asks_keeps_the_wishes_of_a_few_steps():
+    tap = DemandTap(2, 2, 4, CPU)
+    for _ in range(3 * KEPT_STEPS):
+        tap.begin_step()
+        record(tap)
+    tap.add_up()
+    assert len(tap.wishes) == KEPT_STEPS
 
 
 def test_layers_with_other_rows_are_added_with_theirs():
@@ -59,7 +71,7 @@ def test_layers_with_other_rows_are_added_with_theirs():
         0, torch.tensor([1]), torch.tensor([[2, 1]]), torch.ones(1, 2), torch.full((1, 2), 0.5), torch.ones(1, 2) > 2
     )
     assert tap.counts[1].sum(1).tolist() == [2, 4]
-    assert len(tap.wishes) == 2
+    assert len(tap.wishes[-1]) == 2
 
 
 def test_taking_a_lane_empties_it_alone_and_gives_copies():

@@ -301,14 +301,18 @@ def test_a_prompt_is_planned_for_again_when_twice_as_much_of_it_is_known(tmp_pat
     assert [128 * (i + 1) for i, was in enumerate(asked) if was] == [256, 512, 1024, 2048, 4096]
 
 
-@pytest.mark.parametrize(("left", "tokens", "every"), [(1, 512, 256), (0, 512, 256), (7, 255, 256), (7, 512, 0)])
-def test_a_prompt_that_is_nearly_over_or_hardly_begun_is_not_planned_for(tmp_path, left, tokens, every):
+@pytest.mark.parametrize(("left", "tokens", "every"), [(0, 512, 256), (7, 255, 256), (7, 512, 0)])
+def test_a_prompt_that_is_over_or_hardly_begun_is_not_planned_for(tmp_path, left, tokens, every):
     tide = settled(tmp_path, Domain(1), replan_chunk_tokens=every)
 
     def untouched(lane):
         raise AssertionError("the demand was asked for without need")
 
     assert tide.chunk_done(tokens, left, untouched, lane=0) == []
+
+
+def test_a_prompt_of_two_chunks_is_planned_for_after_the_first(tmp_path):
+    assert Talk(settled(tmp_path, Domain(1))).chunk(Domain(2), 256, left=1)
 
 
 def test_a_long_prompt_of_a_known_topic_causes_no_plan(tmp_path):

@@ -62,10 +62,10 @@ class Ledger:
         """The step took `seconds` and ended at `now_s`. Change, chunk and prompt first: a token may end its request."""
         if step.change:
             self._published(moved)
-        if step.work is not None and self._motion.has_ring:
+        if step.work is not None:
             rows = step.work.count if isinstance(step.work, Prefill) else len(step.work.lanes)
-            weights = self._executor.tap.wanted_weights().cpu().numpy()
-            self._motion.observe(weights, rows, may_read=bool(outcome.tokens))
+            if self._motion.stepped(rows):
+                self._motion.observe(self._executor.tap.take_wanted().cpu().numpy())
         if isinstance(step.work, Prefill):
             stats = self._stats(step.work.lane)
             stats.chunk(step.work.count, seconds)

@@ -20,6 +20,7 @@ from tided.tide.hot import HotReads
 MAX_SWAPS_AT_ONCE = 512
 FIRST_READS = 4
 TIMELY_STEPS = 2  # a hot read that is published within so many steps came in time
+LOOK_ROWS = 4  # the ring looks at what rows wanted once so many have come together: each look costs the host a while
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class HotCount:
 @dataclass
 class _Reading:
     load: Load
-    step: int  # of the hot reads' clock
+    step: int  # in which it began
     missing: int  # ranks that have not told yet
     plan: Plan | None
 
@@ -69,7 +70,8 @@ class Motion:
         self._reading: dict[int, _Reading] = {}
         self._tickets = self._clock = 0
         self._at_once = FIRST_READS
-        self._due = False  # a step has told what it wanted, and nothing was asked for since
+        self._rows = 0  # computed since the last look
+        self._due = False  # a look has told what was wanted, and nothing was asked for since
         self._used: dict[Pair, bool] = {}  # entries of the ring: whether a step has wanted them
 
     @property
@@ -100,12 +102,18 @@ class Motion:
         for ticket in tickets:
             self._reading[ticket].missing -= 1
 
-    def observe(self, weights: Grid, tokens: int, may_read: bool) -> None:
-        """weights [layers, experts]: what the last step's `tokens` rows wanted. `may_read`: hot reads may follow."""
+    def stepped(self, rows: int) -> bool:
+        """A step of so many rows is over. Whether the ring is to look at what was wanted since its last look."""
+        self._clock += 1
+        self._rows += rows
+        return self.has_ring and self._rows >= LOOK_ROWS
+
+    def observe(self, weights: Grid) -> None:
+        """weights [layers, experts]: what the rows since the last look wanted. Hot reads follow with the next step."""
         flat = weights.ravel()
         wanted = np.flatnonzero(flat)
-        self.hot.observe(wanted, flat[wanted], tokens)
-        self._due = self._due or may_read
+        self.hot.observe(wanted, flat[wanted], self._rows)
+        self._rows, self._due = 0, True
         for pair in self._used:
             if weights[pair] > 0:
                 self.count.used += not self._used[pair]
@@ -117,9 +125,8 @@ class Motion:
         change, moved = Change(), Moved()
         self._publish(change, moved)
         self._begin_swaps(change)
-        if self._due and self.has_ring:
+        if self._due:
             self._due = False
-            self._clock += 1
             self._begin_hot(change, moved)
         return change, moved
 
@@ -167,7 +174,7 @@ class Motion:
             self._load(change, pair, None, None)
 
     def _pace(self, under_way: Sequence[int]) -> None:
-        """Twice as many at once after a step that found all of them done, half as many when some are late."""
+        """Twice as many at once after a look that found all of them done, half as many when some are late."""
         if not under_way:
             self._at_once = min(2 * self._at_once, max(1, self.hot.ring_slots // 2))
         elif self._clock - min(under_way) > TIMELY_STEPS:

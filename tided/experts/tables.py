@@ -1,6 +1,7 @@
 """The routable set as the model reads it, and the demand it records. Tensors are mutated in place, never replaced:
 captured graphs hold their addresses (contract C2)."""
 
+from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ class Seen(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """The router's true picks of some layers of the last step. layers [n]; wanted, weights [n, T, k]."""
+    """The router's true picks of some layers of a step. layers [n]; wanted, weights [n, T, k]."""
 
     layers: Tensor
     wanted: Tensor
@@ -52,6 +53,7 @@ class Wish(NamedTuple):
 
 
 TOTALS = 8
+KEPT_STEPS = 8  # whose wishes wait for whoever asks; a rank that nobody asks keeps no more
 
 
 class DemandTap:
@@ -61,7 +63,7 @@ class DemandTap:
     counts, mass [lanes, layers, experts]: true top-k picks and their scores (unbiased, before normalisation).
     totals [lanes, 8] float64: picks, missed picks (not routable), routing weight of all picks, of missed ones; of the
     missed, picks read before use, picks substituted and lighter than `light`, and the weights of both.
-    `wishes`: the last step's picks, of all lanes.
+    `wishes`: picks of all lanes, by step, since they were last taken.
     """
 
     def __init__(self, lanes: int, layers: int, experts: int, device: torch.device, light: float = 0.0) -> None:
@@ -69,7 +71,7 @@ class DemandTap:
         self._mass: Tensor = torch.zeros((lanes, layers, experts), dtype=torch.float32, device=device)
         self._totals: Tensor = torch.zeros((lanes, TOTALS), dtype=torch.float64, device=device)
         self._seen: list[Seen] = []
-        self.wishes: list[Wish] = []
+        self.wishes: deque[list[Wish]] = deque([[]], maxlen=KEPT_STEPS)
         self.light, self.enabled = light, True
 
     @property
@@ -105,7 +107,7 @@ class DemandTap:
 
     def begin_step(self) -> None:
         self.add_up()
-        self.wishes = []
+        self.wishes.append([])
 
     def add_up(self) -> None:
         """What the layers left since the last time. Layers with the same rows are added together."""
@@ -129,15 +131,17 @@ class DemandTap:
         picks, weight = known.sum(dim=(0, 2)), (known * weights[..., None]).sum(dim=(0, 2))
         both = torch.cat([picks[:, :2], weight[:, :2], picks[:, 2:], weight[:, 2:]], dim=1)  # [T, 8]
         self._totals.index_add_(0, lanes, both.to(self._totals.dtype))
-        self.wishes.append(Wish(layers, wanted, weights))
+        self.wishes[-1].append(Wish(layers, wanted, weights))
 
-    def wanted_weights(self) -> Tensor:
-        """[layers, experts] fp32: the routing weight that the last step's rows wanted, before residency and over all
-        lanes; picks lighter than `light` count for nothing."""
+    def take_wanted(self) -> Tensor:
+        """[layers, experts] fp32: the routing weight that rows wanted since the last call (of the newest KEPT_STEPS
+        steps), before residency and over all lanes; picks lighter than `light` count for nothing."""
         self.add_up()
         _, layers, experts = self._counts.shape
         total = torch.zeros(layers * experts, device=self._counts.device)
-        for wish in self.wishes:
+        wishes = [wish for step in self.wishes for wish in step]
+        self.wishes = deque([[]], maxlen=KEPT_STEPS)
+        for wish in wishes:
             where = (wish.layers[:, None, None] * experts + wish.wanted).flatten()
             weights = torch.where(wish.weights >= self.light, wish.weights, 0.0)
             total.index_add_(0, where, weights.flatten())

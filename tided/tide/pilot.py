@@ -163,13 +163,13 @@ class Pilot:
         self, tokens: int, chunks_left: int, demand: Callable[[int], LaneDemand], *, lane: int
     ) -> list[PairSwap]:
         """`tokens` of a prompt are computed, `chunks_left` more chunks follow. Plans once the prompt is known well
-        enough, and again each time that twice as much of it is known, if it misses enough by itself. The last chunk is
-        not worth a plan of its own. `demand` gives what the lane asked for so far, and takes nothing."""
+        enough, and again each time that twice as much of it is known, if it misses enough by itself; what is read
+        beside the last chunk serves the answer. `demand` gives what the lane asked for so far, and takes nothing."""
         first = self.settings.replan_chunk_tokens
         request = self._requests.setdefault(lane, _Request(next_chunk_tokens=first))
         self._tokens += tokens - request.prompt_tokens
         request.prompt_tokens = tokens
-        if not first or chunks_left < 2 or tokens < request.next_chunk_tokens:
+        if not first or chunks_left < 1 or tokens < request.next_chunk_tokens:
             return []
         request.next_chunk_tokens = 2 * tokens
         counts, mass, totals = demand(lane)
