@@ -1,5 +1,6 @@
 """Everything that one request's context is: its pages of the pool, window rings, compressor remainders, n-gram tail."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,3 +49,24 @@ class Context:
     def drop_pages(self) -> None:
         self.pages = []
         self.page_table = self.page_table[:0]
+
+    def parts(self) -> dict[str, Tensor]:
+        """All that the context is but its position and its pages, by name, copied to the CPU."""
+        parts = {"windows": self.windows, "tail": torch.from_numpy(self.tail)}
+        for layer, remainder in self.remainders.items():
+            parts |= {f"remainder.{layer}.rows": remainder.rows, f"remainder.{layer}.gates": remainder.gates}
+        return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in parts.items()}
+
+    def put(self, parts: Mapping[str, Tensor]) -> None:
+        """What `parts` gave, into a fresh context. Raises ValueError for parts of another shape."""
+        if parts["windows"].shape != self.windows.shape or parts["tail"].shape != self.tail.shape:
+            raise ValueError("windows or tail of another model")
+        self.windows.copy_(parts["windows"])
+        self.tail = parts["tail"].numpy().copy()
+        for name, rows in parts.items():
+            kind, _, rest = name.partition(".")
+            layer, _, what = rest.partition(".")
+            if kind == "remainder" and what == "rows":
+                gates = parts[f"remainder.{layer}.gates"]
+                device = self.windows.device
+                self.remainders[int(layer)] = Remainder(rows.to(device, copy=True), gates.to(device, copy=True))

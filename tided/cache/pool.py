@@ -5,13 +5,15 @@ A page holds PAGE_TOKENS tokens of context in every KV source layer: PAGE_TOKENS
 a lane therefore serves all layers. Pages are taken as a context grows and come back when the lane is closed; nothing
 here depends on a rank, so the page tables of all ranks stay equal."""
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tided.cache.context import Context
-from tided.errors import UnavailableError
+from tided.errors import PairError, UnavailableError
 
 PAGE_TOKENS = 128
 
@@ -57,6 +59,7 @@ class Pool:
                 f"no memory for a context pool of {pool_tokens} tokens: {self.pages * layout.page_bytes / 1e9:,.1f} GB",
                 hint="lower pool_tokens in [cache]",
             ) from e
+        self.page_bytes = layout.page_bytes
         self._free = list(range(self.pages - 1, -1, -1))
 
     @property
@@ -85,6 +88,29 @@ class Pool:
         """The pages of a closed context may be taken again."""
         self._free.extend(reversed(context.pages))
         context.drop_pages()
+
+    def copied(self, context: Context, first: int, last: int) -> dict[str, Tensor]:
+        """Pages [first, last) of a context on the CPU: per source its rows and its keys, [pages, values of a page]."""
+        places = context.page_table[first:last]
+        return {name: paged[places].to("cpu") for name, paged in self._paged().items()}
+
+    def put(self, context: Context, first: int, parts: Mapping[str, Tensor]) -> None:
+        """What `copied` gave, as the pages from `first` on of a context that holds so many."""
+        for name, paged in self._paged().items():
+            source = parts[name]
+            paged[context.page_table[first : first + len(source)]] = source.to(paged.device)
+
+    def check(self, contexts: Iterable[Context]) -> None:
+        """Raises PairError unless every page is free or held by one context, once. `contexts` are all there are."""
+        held = Counter(page for context in contexts for page in context.pages) + Counter(self._free)
+        if held != Counter(range(self.pages)):
+            wrong = sorted(page for page in range(self.pages) if held[page] != 1)
+            raise PairError(f"pages {wrong[:8]} of the context pool are lost, or held twice")
+
+    def _paged(self) -> dict[str, Tensor]:
+        """Views [pages, values of a page] of all rows and keys."""
+        both = (("rows", self.rows), ("keys", self.keys))
+        return {f"{kind}.{n}": held.view(self.pages, -1) for kind, of in both for n, held in of.items()}
 
 
 def physical_rows(context: Context, ratio: int, rows: Tensor) -> Tensor:

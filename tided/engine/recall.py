@@ -3,7 +3,7 @@
     step t      Recall(ticket, keys)      every rank looks for the keys, and reads the first that it holds
     between     Recalled(rank, ticket)    each tells what it holds and what it has read; steps go on
                 once all told             all read the same: it may be restored. Else the longest that all hold is asked for
-                                          by its one key; nothing in common: the request is computed from its start
+                                          for alone; nothing in common: the request is computed from its start
     step t + n  restore, or forget        the lane begins there; or what was read is not wanted any more
 
 No step waits for a read. State alone decides: no clock, no tensor.

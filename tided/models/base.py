@@ -1,6 +1,6 @@
 """What the engine asks of a model family. One module a family implements it; the engine knows nothing else of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -57,4 +57,29 @@ class Model(Protocol):
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
         """Appends one token to each of R lanes. `token_ids` [R] int64 -> fp32 logits [R, vocab]. Rows are computed
         bit-identically whatever other rows are beside them."""
+        ...
+
+    def lane_parts(self, lane: LaneState) -> dict[str, Tensor]:
+        """All of a context but its pages and position, by name, copied to the CPU."""
+        ...
+
+    def page_parts(self, lane: LaneState, first: int, last: int) -> dict[str, Tensor]:
+        """Pages [first, last) of a context, of `page_tokens` tokens each, copied to the CPU."""
+        ...
+
+    def restore_lane(
+        self, index: int, tokens: int, parts: Mapping[str, Tensor], pages: Sequence[tuple[int, Mapping[str, Tensor]]]
+    ) -> LaneState:
+        """A context of `tokens` tokens out of what `lane_parts` gave, and its pages as (first, what `page_parts` gave).
+        Raises UnavailableError when the pool is short."""
+        ...
+
+    @property
+    def page_tokens(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int: ...  # of the pool, on one rank
+
+    def check(self, lanes: Sequence[LaneState]) -> None:
+        """Raises PairError unless these lanes, which are all there are, and the free pages make up the pool."""
         ...

@@ -1,6 +1,6 @@
 """The text path of DeepSeek-V4.1: prompt chunks and decode rows over paged context."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +12,7 @@ from kernels.norm import rms_norm
 from kernels.numerics import Numerics
 from kernels.rows import ROWS
 from tided.cache.context import Context, ContextShape
-from tided.cache.pool import Pool
+from tided.cache.pool import PAGE_TOKENS, Pool
 from tided.errors import ConfigError, ContextOverflowError
 from tided.models.base import LaneState
 from tided.models.deepseek_v41.block import Block
@@ -86,6 +86,34 @@ class DeepseekV41:
             part = slice(i, i + ROWS)
             parts.append(self.logits(self.forward(contexts[part], token_ids[part].view(-1, 1), bounded=False)))
         return torch.cat(parts)  # outside inference mode: an ordinary tensor
+
+    @property
+    def page_tokens(self) -> int:
+        return PAGE_TOKENS
+
+    @property
+    def page_bytes(self) -> int:
+        return self.pool.page_bytes
+
+    def lane_parts(self, lane: LaneState) -> dict[str, Tensor]:
+        return _context(lane).parts()
+
+    def page_parts(self, lane: LaneState, first: int, last: int) -> dict[str, Tensor]:
+        return self.pool.copied(_context(lane), first, last)
+
+    def restore_lane(
+        self, index: int, tokens: int, parts: Mapping[str, Tensor], pages: Sequence[tuple[int, Mapping[str, Tensor]]]
+    ) -> Context:
+        context = Context(index, self.context_shape, self.norm.device)
+        context.put(parts)
+        self.pool.grow([context], tokens)
+        for first, held in pages:
+            self.pool.put(context, first, held)
+        context.position = tokens
+        return context
+
+    def check(self, lanes: Sequence[LaneState]) -> None:
+        self.pool.check(map(_context, lanes))
 
     @torch.inference_mode()
     def forward(self, lanes: list[Context], token_ids: Tensor, bounded: bool) -> Tensor:

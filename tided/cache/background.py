@@ -1,0 +1,118 @@
+"""Two threads beside the steps: one writes at the lowest I/O priority, one reads what a lane waits for.
+
+What waits to be written lies in memory: it is bounded in bytes, and whoever is refused does without."""
+
+import ctypes
+import logging
+import os
+import platform
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+log = logging.getLogger("cache")
+
+Job = Callable[[], None]
+MOST_PENDING_BYTES = 512 << 20
+MOST_READS = 256
+LEFT_FREE_BYTES = 1 << 30  # of a disk: never filled to its end
+CLOSE_S = 10.0
+_IDLE_CLASS = 3 << 13
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+
+
+class Background:
+    """The threads begin with the first job. Used by the engine's thread alone; jobs run on the threads."""
+
+    def __init__(self) -> None:
+        self._writes: queue.Queue[tuple[int, Job] | None] = queue.Queue()  # bounded in bytes
+        self._reads: queue.Queue[Job | None] = queue.Queue(MOST_READS)
+        self._pending_bytes = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._threads: dict[str, threading.Thread] = {}
+
+    def write(self, nbytes: int, job: Job, *, must: bool = False) -> bool:
+        """Whether the job will run; not when too much waits already, unless it `must`."""
+        with self._lock:
+            if self._closed.is_set() or (not must and self._pending_bytes + nbytes > MOST_PENDING_BYTES):
+                return False
+            self._pending_bytes += nbytes
+        self._writes.put((nbytes, job))
+        self._start("cache-writes", self._write_loop)
+        return True
+
+    def read(self, job: Job) -> None:
+        self._reads.put(job, timeout=CLOSE_S)
+        self._start("cache-reads", self._read_loop)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until everything handed in is written; for tests and benches."""
+        done = threading.Event()
+        self.write(0, done.set, must=True)
+        return done.wait(timeout_s)
+
+    def close(self) -> None:
+        """The job in hand ends, the others do not begin."""
+        self._closed.set()
+        self._writes.put(None)
+        with suppress(queue.Full):
+            self._reads.put(None, timeout=CLOSE_S)
+        for thread in self._threads.values():
+            thread.join(CLOSE_S)
+
+    def _start(self, name: str, target: Job) -> None:
+        if name not in self._threads:
+            self._threads[name] = threading.Thread(target=target, name=name, daemon=True)
+            self._threads[name].start()
+
+    def _write_loop(self) -> None:
+        be_idle()
+        while (item := self._writes.get()) is not None and not self._closed.is_set():
+            nbytes, job = item
+            _run(job)
+            with self._lock:
+                self._pending_bytes -= nbytes
+
+    def _read_loop(self) -> None:
+        while (job := self._reads.get()) is not None and not self._closed.is_set():
+            _run(job)
+
+
+def _run(job: Job) -> None:
+    try:
+        job()
+    except Exception:  # a cache that fails costs time, never the rank
+        log.exception("a job of the caches failed")
+
+
+def be_idle() -> None:
+    """The calling thread's reads and writes yield to all others, where the system knows of such a class."""
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None and platform.system() == "Linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, _IDLE_CLASS)
+
+
+def private_folder(path: Path) -> Path:
+    """Made if it is not there, 0700. Raises OSError."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.chmod(0o700)
+    return path
+
+
+def free_bytes(folder: Path) -> int:
+    """What may still be written there; 0 where the system does not tell."""
+    with suppress(OSError):
+        return max(0, shutil.disk_usage(folder).free - LEFT_FREE_BYTES)
+    return 0
+
+
+def remove_files(folder: Path) -> None:
+    """Everything in a folder of ours; it holds files alone."""
+    for entry in os.scandir(folder):
+        with suppress(OSError):
+            Path(entry.path).unlink()
