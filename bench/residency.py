@@ -28,8 +28,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -276,35 +278,45 @@ class Plan:
     switches: int
     switch_tokens: int
     switch_budget: float
+    jobs: int
 
 
 def ladder(plan: Plan) -> list[dict[str, Any]]:
     """A row for each budget and variant. Answers of all seeds stand beside each other."""
-    asked = [one for seed in plan.seeds for one in blocks(plan.texts, plan.tokens, plan.longest, plan.traffic, seed)]
-    short = [one for seed in plan.seeds for one in blocks(plan.texts, plan.exact_tokens, plan.longest, 0, seed)]
-    whole, whole_short = serve(plan, 100, FROZEN, asked), serve(plan, 100, FROZEN, short)
+    rungs = [(budget, variant) for budget in plan.budgets if budget < 100 for variant in (*LADDER, EXACT)]
+    whole, whole_short, *given = serve_all(
+        plan,
+        [(100, FROZEN, False), (100, FROZEN, True)]
+        + [(budget, variant, variant is EXACT) for budget, variant in rungs],
+    )
     rows = [row_of(100, "all resident", whole, whole, None)] if 100 in plan.budgets else []
-    for budget in plan.budgets:
-        before = None
-        for variant in LADDER if budget < 100 else ():
-            given = serve(plan, budget, variant, asked)
-            rows.append(row_of(budget, variant.name, given, whole, before))
-            before = given
-        if budget < 100:
-            exact = serve(plan, budget, EXACT, short)
-            equal = sum(one.digest == other.digest for one, other in zip(exact, whole_short, strict=True))
-            row = row_of(budget, EXACT.name, exact, whole_short, None)
-            rows.append(row | {"equal": equal, "answers": len(exact)})
+    before: list[Answer] | None = None
+    for (budget, variant), answered in zip(rungs, given, strict=True):
+        if variant is EXACT:
+            equal = sum(one.digest == other.digest for one, other in zip(answered, whole_short, strict=True))
+            row = row_of(budget, EXACT.name, answered, whole_short, None)
+            rows.append(row | {"equal": equal, "answers": len(answered)})
+        else:
+            rows.append(row_of(budget, variant.name, answered, whole, None if variant is FROZEN else before))
+            before = answered
     return rows
 
 
-def serve(plan: Plan, budget: float, variant: Variant, asked: Sequence[Block]) -> list[Answer]:
-    """Every seed begins with the boot set again."""
-    tell(f"{budget:g} %, {variant.name}")
-    given, each = [], len(plan.texts)
-    for at in range(0, len(asked), each):
-        with serving(plan.settings, budget, variant) as server:
-            given += answers(server, asked[at : at + each], variant.adapts)
+def serve_all(plan: Plan, runs: Sequence[tuple[float, Variant, bool]]) -> list[list[Answer]]:
+    """(budget, variant, whether the short requests of `exact` are asked) -> the answers of all seeds. Every seed begins
+    with the boot set again, so that runs and seeds may go side by side."""
+    with ProcessPoolExecutor(plan.jobs, get_context("spawn")) as pool:
+        parts = [[pool.submit(serve, plan, *run, seed) for seed in plan.seeds] for run in runs]
+        return [[answer for part in of_run for answer in part.result()] for of_run in parts]
+
+
+def serve(plan: Plan, budget: float, variant: Variant, is_short: bool, seed: int) -> list[Answer]:
+    torch.set_num_threads(1)
+    tokens, traffic = (plan.exact_tokens, 0) if is_short else (plan.tokens, plan.traffic)
+    asked = blocks(plan.texts, tokens, plan.longest, traffic, seed)
+    with serving(plan.settings, budget, variant) as server:
+        given = answers(server, asked, variant.adapts)
+    tell(f"{budget:g} %, {variant.name}, seed {seed}")
     return given
 
 
@@ -412,6 +424,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         options.switches,
         options.switch_tokens,
         options.switch_budget,
+        options.jobs,
     )
 
 
@@ -431,6 +444,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--ring-cost", action="store_true", help="what the ring costs a decode step, at --switch-budget"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the budgets, variants and seeds")
     parser.add_argument("--json", action="store_true")
     plan, began_s = plan_of(options := parser.parse_args(arguments)), time.monotonic()
     torch.set_num_threads(1)
