@@ -84,6 +84,14 @@ def test_a_newer_plan_replaces_what_is_not_read_yet_and_an_empty_one_does_not():
     assert not m.change()[0]
 
 
+def test_a_step_begins_a_few_swaps_however_many_spare_slots_there_are():
+    experts = 64
+    pairs = [(0, expert) for expert in range(32)]
+    m = Motion(HotReads(RouterShape(1, experts, 2), pairs, 0, 2, np.ones((1, experts))), 1, 100)
+    m.take_plan([((0, expert), (0, 32 + expert)) for expert in range(20)], "prompt")
+    assert [len(m.change()[0].load) for _ in range(4)] == [8, 8, 4, 0]
+
+
 def test_a_swap_that_moves_have_overtaken_is_left_out():
     m = motion(spare=4)
     m.take_plan([SWAPS[0], SWAPS[0], ((0, 0), (0, 6)), ((0, 1), (0, 7)), SWAPS[1]], "prompt")

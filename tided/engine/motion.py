@@ -1,9 +1,9 @@
 """Rank 0's word on the routable set while it serves: which reads begin, which become routable, in which step.
 
 A read is asked of every rank by a step (`Load`). When every rank has told that it landed, the next step publishes it;
-no step waits for one. Plans of the pilot are carried in portions, as many swaps at once as there are spare slots; hot
-reads fill the ring beside them, as many at once as the disks have shown to manage between steps. State alone decides:
-no clock, no tensor.
+no step waits for one. Plans of the pilot are carried in portions: a few swaps begin with a step, and as many are read
+at once as there are spare slots. Hot reads fill the ring beside them, as many at once as the disks have shown to manage
+between steps. State alone decides: no clock, no tensor.
 """
 
 from collections import deque
@@ -20,6 +20,7 @@ from tided.tide.hot import HotReads
 MAX_SWAPS_AT_ONCE = 512
 FIRST_READS = 4
 TIMELY_STEPS = 2  # a hot read that is published within so many steps came in time
+SWAPS_A_STEP = 8  # begin together, whatever room there is: reads and publications of more would show in a step's time
 LOOK_ROWS = 4  # the ring looks at what rows wanted once so many have come together: each look costs the host a while
 
 
@@ -147,13 +148,14 @@ class Motion:
 
     def _begin_swaps(self, change: Change) -> None:
         under_way = sum(reading.load.out is not None for reading in self._reading.values())
-        while self._planned and under_way < self._spare:
+        left = min(SWAPS_A_STEP, self._spare - under_way)
+        while self._planned and left > 0:
             (out, in_), plan = self._planned.popleft()
             try:
                 self.hot.swap_begun(out, in_)
             except ValueError:  # overtaken since the plan was made
                 continue
-            under_way += 1
+            left -= 1
             self._load(change, in_, out, plan)
 
     def _begin_hot(self, change: Change, moved: Moved) -> None:
