@@ -5,7 +5,7 @@ import json
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from tided.errors import NotRunningError, PairError, PermissionError_, TideError, UnavailableError, UsageError
 
@@ -42,6 +42,19 @@ def health(url: str, timeout_s: float = CONNECT_S) -> dict[str, Any]:
     """`/health`, whatever its status code: a daemon that is loading or at fault says so there."""
     with _response(url, "GET", "/health", None, {}, timeout_s) as response:
         body = _json(response.read(MAX_LINE_BYTES))
+    return body if isinstance(body, dict) else {}
+
+
+def trace(url: str, key: str, request_id: str) -> dict[str, Any]:
+    """What became of the experts that a request wanted; `latest`: of the newest that has ended."""
+    path = f"/v1/requests/{quote(request_id, safe='')}/residency"
+    with _response(url, "GET", path, None, _headers(key), ANSWER_S) as response:
+        data = response.read(MAX_BODY_BYTES)
+        if response.status == 404:
+            hint = "the last requests alone are kept; the id is that of the answer (chatcmpl-...)"
+            raise RequestFailed(f"nothing is known of the request {request_id}", where=url, hint=hint)
+        _raise_for(response.status, data)
+    body = _json(data)
     return body if isinstance(body, dict) else {}
 
 

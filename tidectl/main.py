@@ -218,6 +218,31 @@ def chat(
 
 
 @app.command()
+def why(
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="The id of an answer (chatcmpl-...).  [default: the newest]")
+    ] = "latest",
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The server.  [default: what runs here, else http://127.0.0.1:8000]"),
+    ] = None,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Experts to show, those missed most first.")] = 20,
+    json: Json = False,
+) -> None:
+    """Tell which experts a request wanted, missed and got, and when.
+
+    The server keeps this of its newest requests: numbers alone, no text.
+
+    \b
+      tidectl why
+      tidectl why chatcmpl-0uS4GkMYd0dUqhTxYR8zTqzq --top 50
+    """
+    from tidectl import why
+
+    why.run(request, url, top, json)
+
+
+@app.command()
 def logits(
     tokens: Annotated[Path, typer.Option(metavar="FILE", help="JSON: an array of token ids.")],
     out: Annotated[

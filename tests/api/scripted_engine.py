@@ -96,6 +96,9 @@ class ScriptedEngine:
             if answer.request.request_id == request_id:
                 answer.finish("cancelled")
 
+    def trace(self, request_id: str) -> dict[str, Any] | None:
+        return {"request_id": "chatcmpl-1", "pairs": []} if request_id in ("chatcmpl-1", "latest") else None
+
     def health(self) -> dict[str, Any]:
         lanes = {"total": 2, "busy": 0}
         return {"state": self.state, "fault": self.fault, "lanes": lanes, "queue": 0, "busy": False}

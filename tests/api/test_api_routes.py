@@ -328,3 +328,15 @@ async def test_the_fingerprint_changes_with_weights_and_numbers(tokenizer):
         _fingerprint("a", settings_with(port=9)),
     }
     assert len(prints) == 2
+
+
+@pytest.mark.parametrize("name", ["chatcmpl-1", "latest"])
+async def test_what_became_of_a_request_s_experts_is_told_to_who_has_a_key(serve, keys, name):
+    server = await serve(api_keys_file=keys)
+    async with server.session.get(f"/v1/requests/{name}/residency") as reply:
+        assert reply.status == 401
+    headers = {"Authorization": "Bearer first-key"}
+    async with server.session.get(f"/v1/requests/{name}/residency", headers=headers) as reply:
+        assert (reply.status, await reply.json()) == (200, {"request_id": "chatcmpl-1", "pairs": []})
+    async with server.session.get("/v1/requests/other/residency", headers=headers) as reply:
+        assert (reply.status, (await reply.json())["error"]["code"]) == (404, "request_not_found")

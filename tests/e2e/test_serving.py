@@ -137,6 +137,24 @@ async def test_traffic_of_one_kind_moves_the_resident_set_towards_it(pair):
     assert sum(shares[-3:]) < sum(shares[:3])
 
 
+async def test_why_tells_what_a_request_wanted_and_missed_and_what_was_read_for_it_when(pair):
+    for topic in ("2 + 3", "the sea and 9 ships"):
+        _, reply = await post(pair.url, ask(f"Tell me all about {topic}.", max_tokens=48))
+    status, told = await get(pair.url, f"/v1/requests/{reply['id']}/residency")
+    experts = reply["x_engine_stats"]["experts"]
+    assert status == 200
+    assert told["request_id"] == reply["id"]
+    assert sum(pair_["picks"] for pair_ in told["pairs"]) <= experts["routed_picks"]
+    assert told["missed_weight"] == pytest.approx(experts["miss_weight"], rel=1e-3)
+    assert told["pairs_missed"] > 0
+    missed = {(one["layer"], one["expert"]) for one in told["pairs"] if one["missed_weight"] > 0}
+    came = [one for one in told["movements"] if one["what"] == "routable"]
+    assert missed & {(one["layer"], one["expert"]) for one in came}, "what it missed was read while it ran"
+    assert {one["why"] for one in came} <= {"chunk", "prompt", "decode", "urgent", "idle", "hot read"}
+    assert all(told["first_step"] <= one["step"] <= told["last_step"] for one in told["movements"])
+    assert SECRET not in str(told)
+
+
 def test_a_full_queue_gets_429(tmp_path):
     from tests.daemon.helpers import running
 

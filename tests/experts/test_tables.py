@@ -102,3 +102,16 @@ def test_an_absent_expert_is_neither_routable_nor_anywhere():
     tables.withdraw(1, 2)
     assert tables.slot_of.tolist() == [[-1] * 3] * 2
     assert not tables.routable.any()
+
+
+def test_uses_of_a_lane_outlive_its_prompt_and_end_with_its_request():
+    tap = DemandTap(1, 1, 4, CPU)
+    lanes, wanted, weights = torch.tensor([0]), torch.tensor([[0, 1, 2]]), torch.tensor([[0.7, 0.2, 0.1]])
+    missed, read = torch.tensor([[True, True, False]]), torch.tensor([[True, False, False]])
+    for _ in range(2):
+        tap.record(0, lanes, wanted, weights, weights, missed, read)
+        tap.take(0)
+    expected = torch.tensor([[2, 2, 2, 0], [1.4, 0.4, 0, 0], [1.4, 0, 0, 0]])
+    torch.testing.assert_close(tap.uses[:, 0, 0], expected)
+    tap.forget(0)
+    assert not tap.uses.any()

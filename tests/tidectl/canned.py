@@ -41,6 +41,7 @@ class Canned:
         self.cut = False
         self.answers_when: Callable[[], object] = lambda: None  # returns when the answer may begin
         self.health: tuple[int, dict[str, Any]] = (200, {"status": "ok"})
+        self.traces: dict[str, dict[str, Any]] = {}
         self.requests: list[tuple[str, dict[str, str], Any]] = []
         self.url = ""
 
@@ -60,6 +61,10 @@ def handler_of(canned: Canned) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             status, body = canned.health
+            if self.path.startswith("/v1/requests/"):
+                canned.requests.append((self.path, dict(self.headers), None))
+                found = canned.traces.get(self.path.split("/")[3])
+                status, body = (200, found) if found else (404, {"error": {"message": "no such request"}})
             self._reply(status, "application/json", json.dumps(body).encode())
 
         def do_POST(self) -> None:

@@ -16,7 +16,7 @@ from tided.api.middleware import Handler, add_headers, expect, observe
 from tided.api.openai import chat_completions
 from tided.api.ports import Engine, Limits
 from tided.api.slots import Slots
-from tided.api.small_routes import health, model, models, numbers_of, root
+from tided.api.small_routes import health, model, models, numbers_of, root, trace
 from tided.chat.deepseek_v41 import REQUIRED_SPECIALS
 from tided.chat.tokenizer import Tokenizer
 from tided.settings import Settings
@@ -76,6 +76,7 @@ def _add_routes(app: web.Application) -> None:
     for prefix in ("/v1", "/v1/v1"):
         _add(app, "GET", f"{prefix}/models", models)
         app.router.add_get(prefix + "/models/{id:.+}", model)
+        _add(app, "GET", prefix + "/requests/{id}/residency", trace)
         _add(app, "POST", f"{prefix}/chat/completions", chat_completions)
 
 

@@ -22,6 +22,10 @@ class Engine(Protocol):
         """Asks for the end of a request, wherever it is; does nothing when it has ended."""
         ...
 
+    def trace(self, request_id: str) -> dict[str, Any] | None:
+        """Which experts a request that has ended wanted, missed and got; `latest`: the newest. None: not kept."""
+        ...
+
     def health(self) -> dict[str, Any]:
         """`state` (starting, ready, draining, fault), `fault`, `lanes` {total, busy}, `queue`, `busy`."""
         ...

@@ -1,4 +1,4 @@
-"""GET /, /health and /v1/models: they wait for no lane and for no device."""
+"""GET /, /health, /v1/models and the residency of requests: they wait for no lane and for no device."""
 
 import time
 import typing
@@ -48,6 +48,17 @@ async def model(request: web.Request) -> web.Response:
     if request.match_info["id"].rstrip("/") != card["id"]:
         raise RequestError(f"The model served here is {card['id']}.", status=404, code="model_not_found", param="model")
     return _json(card)
+
+
+async def trace(request: web.Request) -> web.Response:
+    """GET /v1/requests/{id}/residency: `tidectl why`. Numbers of the engine, no text."""
+    found = request.app[CONTEXT].engine.trace(request.match_info["id"])
+    if found is None:
+        raise RequestError(
+            "No such request, or it has not ended, or newer ones have taken its place.",
+            status=404, code="request_not_found", param="id",
+        )  # fmt: skip
+    return _json(found)
 
 
 def numbers_of(settings: Settings) -> dict[str, dict[str, Any]]:

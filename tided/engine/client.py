@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from tided.engine.speed import DecodeSpeed
 from tided.engine.stats import Residency, rounded
+from tided.engine.trace import Traces, as_json
 from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
 from tided.errors import QueueFullError, RequestError
 
@@ -31,6 +32,9 @@ class EngineThread(Protocol):
 
     @property
     def residency(self) -> Residency: ...
+
+    @property
+    def traces(self) -> Traces: ...
 
     @property
     def seq(self) -> int: ...
@@ -155,6 +159,14 @@ class EngineClient:
     def decode_tok_s(self) -> float | None:
         """Tokens a second of all lanes together, in the last seconds; None while no answer grows."""
         return rounded(self._speed.tok_s(time.monotonic()), 2)
+
+    def trace(self, request_id: str) -> dict[str, Any] | None:
+        """What became of the experts of a request that has ended, `latest`: of the newest; None: nobody knows."""
+        traces = self._engine.traces if self._engine is not None else None
+        if traces is None:
+            return None
+        found = traces.newest if request_id == "latest" else traces.find(request_id)
+        return None if found is None else as_json(found)
 
     def health(self) -> dict[str, Any]:
         """A snapshot: no lock, no tensor, no wait."""

@@ -59,7 +59,7 @@ class Executor:
             raise PairError(f"step {step.seq} came after step {self.seq}: a message was lost")
         for lane in step.release:
             self.model.close_lane(self.lanes.pop(lane).state)
-            self.tap.take(lane)
+            self.tap.forget(lane)
         for admission in step.admit:
             self._admit(admission)
         marks = [time.perf_counter()]

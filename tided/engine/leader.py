@@ -19,6 +19,7 @@ from tided.engine.motion import Motion, Moved
 from tided.engine.ports import LeaderLink, Pilot
 from tided.engine.scheduler import Scheduler
 from tided.engine.stats import Residency
+from tided.engine.trace import Traces
 from tided.engine.types import Event, Request
 from tided.errors import PairError, TideError
 from tided.tide.demand import RouterShape
@@ -68,6 +69,10 @@ class LeaderEngine(Engine):
     @property
     def residency(self) -> Residency:
         return self.ledger.residency
+
+    @property
+    def traces(self) -> Traces:
+        return self.ledger.traces
 
     def submit(self, request: Request) -> None:
         """Raises RequestError, here and now, for one that could not run."""

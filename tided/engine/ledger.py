@@ -16,6 +16,7 @@ from tided.engine.motion import Motion, Moved
 from tided.engine.ports import PairSwap, Pilot
 from tided.engine.scheduler import Running, Scheduler
 from tided.engine.stats import Picks, Reads, RequestStats, Residency, log_line
+from tided.engine.trace import Traces, Uses
 from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
 from tided.errors import PairError, RequestError
 from tided.experts.fetch import Waits
@@ -35,6 +36,7 @@ class Ledger:
         self.residency = residency_of(executor)
         self._executor, self._scheduler, self._motion, self._pilot = executor, scheduler, motion, pilot
         self._open: dict[str, RequestStats] = {}
+        self.traces = Traces()
         self._prompt_mass: dict[int, Array] = {}  # by lane
 
     @property
@@ -55,12 +57,14 @@ class Ledger:
         """The step's admissions have their lanes."""
         for admission in step.admit:
             stats = self._open[admission.request.request_id]
+            self.traces.began(admission.request.request_id, step.seq - 1, time.monotonic())
             stats.admitted(admission.lane, time.monotonic(), len(self._scheduler.running), self._reads())
             self.events.append(Started(admission.request.request_id))
 
     def account(self, step: Step, outcome: Outcome, moved: Moved, seconds: float, now_s: float) -> None:
         """The step took `seconds` and ended at `now_s`. Change, chunk and prompt first: a token may end its request."""
         if step.change:
+            self.traces.changed(step.seq, step.change, self._motion.why, now_s)
             self._published(moved)
         if step.work is not None:
             rows = step.work.count if isinstance(step.work, Prefill) else len(step.work.lanes)
@@ -153,6 +157,8 @@ class Ledger:
         stats = self._open[request_id]
         if lane is not None:
             self._take_demand(stats, lane)
+        uses = None if lane is None else Uses(*self._executor.tap.uses[:, lane].cpu().numpy().copy())
+        self.traces.ended(request_id, reason, self._executor.seq, time.monotonic(), uses)
         report = stats.report(self.residency, time.monotonic(), self._reads())
         log.info("%s", log_line(request_id, reason, report))
         prompt, completion = len(stats.request.prompt_ids), stats.completion_tokens

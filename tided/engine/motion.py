@@ -88,6 +88,11 @@ class Motion:
         """Swaps of the newest plan that are still to be read."""
         return len(self._planned)
 
+    def why(self, ticket: int) -> str:
+        """The moment of the plan that a read under way belongs to, or that it is a hot read."""
+        plan = self._reading[ticket].plan
+        return plan.reason if plan else "hot read"
+
     def take_plan(self, swaps: Sequence[PairSwap], reason: str) -> None:
         """The plan's swaps are read next, in order. It knows the set as published, and newer traffic: what is left of
         the plan before it is dropped, what is being read is not. An empty plan has nothing to say and drops nothing."""

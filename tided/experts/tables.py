@@ -64,11 +64,13 @@ class DemandTap:
     totals [lanes, 8] float64: picks, missed picks (not routable), routing weight of all picks, of missed ones; of the
     missed, picks read before use, picks substituted and lighter than `light`, and the weights of both.
     `wishes`: picks of all lanes, by step, since they were last taken.
+    uses [3, lanes, layers, experts]: of a lane since `forget`: picks, missed weight, weight read before use.
     """
 
     def __init__(self, lanes: int, layers: int, experts: int, device: torch.device, light: float = 0.0) -> None:
         self._counts: Tensor = torch.zeros((lanes, layers, experts), dtype=torch.float32, device=device)
         self._mass: Tensor = torch.zeros((lanes, layers, experts), dtype=torch.float32, device=device)
+        self.uses: Tensor = torch.zeros((3, lanes, layers, experts), dtype=torch.float32, device=device)
         self._totals: Tensor = torch.zeros((lanes, TOTALS), dtype=torch.float64, device=device)
         self._seen: list[Seen] = []
         self.wishes: deque[list[Wish]] = deque([[]], maxlen=KEPT_STEPS)
@@ -126,6 +128,9 @@ class DemandTap:
         self._counts.index_put_(where, torch.ones_like(scores), accumulate=True)
         self._mass.index_put_(where, scores, accumulate=True)
         read = torch.stack([torch.zeros_like(one.missed) if one.read is None else one.read for one in seen])
+        part = torch.arange(3, device=wanted.device)[:, None, None, None]
+        each = torch.stack([torch.ones_like(weights), weights * missed, weights * read])
+        self.uses.index_put_((part.expand_as(each), *(at.expand_as(each) for at in where)), each, accumulate=True)
         light = missed & ~read & (weights < self.light)
         known = torch.stack([torch.ones_like(missed), missed, read, light], dim=-1).to(weights.dtype)  # [n, T, k, 4]
         picks, weight = known.sum(dim=(0, 2)), (known * weights[..., None]).sum(dim=(0, 2))
@@ -151,6 +156,11 @@ class DemandTap:
         """What `take` would give now, and nothing starts again. Views: they change with the next step."""
         self.add_up()
         return self._counts[lane], self._mass[lane], self._totals[lane]
+
+    def forget(self, lane: int) -> None:
+        """The lane is free: the next request begins with nothing."""
+        self.take(lane)
+        self.uses[:, lane].zero_()
 
     def take(self, lane: int) -> tuple[Tensor, Tensor, Tensor]:
         """The lane's counts, mass [layers, experts] and totals [8] so far; its buffers start again at zero."""
