@@ -51,8 +51,8 @@ class Movement(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """`pairs` are ordered by missed weight, `pairs_wanted` and `pairs_missed` count all. `movements` are of pairs that the
-    request wanted, `movements_of_others` counts the rest."""
+    """`pairs` are ordered by missed weight, `pairs_wanted` and `pairs_missed` count all. `movements` are of pairs that
+    the request wanted, `movements_of_others` counts the rest."""
 
     request_id: str
     ended: str
