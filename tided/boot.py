@@ -89,7 +89,7 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
             with _phase("handshake", loop):
                 pairs = pilot.boot_pairs()
                 loop.joined(link.gather(_facts(opened), pairs))
-            with _built(opened, 0, pairs, loop) as built:
+            with _built(opened, 0, pairs, state_dir, loop) as built:
                 with _phase("other ranks", loop):
                     link.ready(built.residents.digest())
                 scheduler = Scheduler(scheduler_limits(settings))
@@ -112,7 +112,7 @@ def _follow(settings: Settings, rank: int, keys: Keys, state_dir: Path, loop: Lo
         with _phase("handshake", loop):
             welcome = link.join(_facts(opened))
             loop.joined(welcome.session)
-        with _built(opened, rank, welcome.residents, loop) as built:
+        with _built(opened, rank, welcome.residents, state_dir, loop) as built:
             link.ready(built.residents.digest())
             engine = FollowerEngine(built.executor, link, loop.ended, settings.engine.threads)
             _serve(engine, rank, state_dir, loop)
@@ -173,13 +173,13 @@ def _facts(opened: OpenedModel) -> dict[str, str]:
 
 
 @contextmanager
-def _built(opened: OpenedModel, rank: int, pairs: Sequence[Pair], loop: LoopSide) -> Iterator[Rank]:
+def _built(opened: OpenedModel, rank: int, pairs: Sequence[Pair], state_dir: Path, loop: LoopSide) -> Iterator[Rank]:
     """The rank with its group and its reader threads, given back at the end."""
     with _group(opened.settings, rank, loop) as group:
         with _phase("model", loop), allocating(opened):
-            built = build_rank(opened, group, pairs, _Reporter(loop))
+            built = build_rank(opened, group, pairs, _Reporter(loop), state_dir / "cache" / f"rank-{rank}")
         log.info("residents: %d experts, %d MB of slots", len(pairs), built.bank.slots.nbytes >> 20)
-        with closing(built.reads):
+        with closing(built):
             yield built
 
 

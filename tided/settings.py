@@ -135,8 +135,21 @@ class Cache(Section, frozen=True):
         int, _doc("numbers", "Most tokens of one request, prompt and answer.", ge=16, le=MOST_TOKENS)
     ]
     pool_tokens: Annotated[int, _doc("numbers", "Tokens of context that all lanes share.", ge=16, le=1 << 32)]
-    prefix_ram_bytes: Annotated[int, _doc("numbers", "Prompt cache in memory.", ge=0, le=MOST_BYTES, built=False)] = 0
-    prefix_disk_bytes: Annotated[int, _doc("numbers", "Prompt cache on disk.", ge=0, le=MOST_BYTES, built=False)] = 0
+    park_tokens: Annotated[
+        int,
+        _doc(
+            "numbers",
+            "Tokens of context that may leave a pool that is full for the disk; 0: a request waits until the pool can "
+            "hold its longest answer.",
+            ge=0,
+            le=1 << 32,
+        ),
+    ] = 1 << 20
+    prefix_ram_bytes: Annotated[int, _doc("numbers", "Prompt cache in memory, on each node; 0: none.", ge=0)] = 0
+    prefix_disk_bytes: Annotated[int, _doc("numbers", "Prompt cache on disk, on each node; 0: none.", ge=0)] = 0
+    prefix_strict: Annotated[
+        bool, _doc("numbers", "A cached prompt serves only under the routable set that it was computed under.")
+    ] = False
 
 
 class Engine(Section, frozen=True):

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from tided.control.messages import Decode, Prefill, Step, Stop
+from tided.control.messages import Decode, Prefill, Recalled, Step, Stop
 from tided.engine.core import FollowerEngine
 from tided.engine.executor import Executor
 from tided.engine.leader import LeaderEngine
@@ -67,6 +67,29 @@ class FakeModel:
         seed = int.from_bytes(hashlib.sha256(repr(lane.ids).encode() + mask).digest()[:6])
         logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
         return logits * float("nan") if lane.position == self.nan_at else logits
+
+    page_tokens, page_bytes = 4, 32
+
+    def lane_parts(self, lane):
+        return {"ids": torch.tensor(lane.ids)}
+
+    def page_parts(self, lane, first, last):
+        """Each page holds its ids, so that pages put into the wrong place are seen."""
+        return {"ids": torch.tensor(lane.ids[first * self.page_tokens : last * self.page_tokens])}
+
+    def restore_lane(self, index, tokens, parts, pages):
+        lane = self.open_lane(index)
+        lane.ids, lane.position = parts["ids"].tolist(), tokens
+        assert len(lane.ids) == tokens
+        for first, page in pages:
+            begin = first * self.page_tokens
+            assert lane.ids[begin : begin + len(page["ids"])] == page["ids"].tolist()
+        assert sum(len(page["ids"]) for _, page in pages) == tokens
+        return lane
+
+    def check(self, lanes):
+        if sorted(id(lane) for lane in lanes) != sorted(id(lane) for lane in self.open):
+            raise PairError("lanes are open that no request has")
 
     def prefill(self, lane, token_ids, logits):
         self.calls.append(("prefill", len(token_ids)))
@@ -165,6 +188,7 @@ class Wire:
         self.steps: queue.Queue[bytes] = queue.Queue(64)
         self.digests: queue.Queue[tuple[int, str]] = queue.Queue(64)
         self.tickets: queue.Queue[list[int]] = queue.Queue(64)
+        self.answers: queue.Queue[Recalled] = queue.Queue(64)
         self.sent: list[Step] = []
         self.compared = 0
 
@@ -186,6 +210,16 @@ class Wire:
         heard = []
         while not self.tickets.empty():
             heard += self.tickets.get_nowait()
+        return heard
+
+    def recalled(self, *answer) -> list[Recalled]:
+        """A follower's word, or what rank 0 hears."""
+        if answer:
+            self.answers.put(Recalled(1, *answer), timeout=5)
+            return []
+        heard = []
+        while not self.answers.empty():
+            heard.append(self.answers.get_nowait())
         return heard
 
     def report(self, seq: int, digest: str) -> None:
@@ -213,6 +247,9 @@ class Alone:
         self.sent.append(msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step))
 
     def landed(self) -> list[int]:
+        return []
+
+    def recalled(self) -> list[Recalled]:
         return []
 
     def compare(self, seq: int, digest: str) -> None:
@@ -302,7 +339,7 @@ class Bench:
         """Until nothing is to be done, and nothing is being read."""
         deadline_s = time.monotonic() + 30
         while time.monotonic() < deadline_s:
-            if not self.engine.turn() and not self.engine.motion.reading:
+            if not self.engine.turn() and not self.engine._reading:
                 return
         raise AssertionError("the engine does not come to rest")
 

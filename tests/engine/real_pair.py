@@ -97,7 +97,7 @@ class Served:
     def _serve(self) -> None:
         self.engine.take_in()
         deadline_s = time.monotonic() + 120
-        while (self.engine.turn() or self.engine.motion.reading) and time.monotonic() < deadline_s:
+        while (self.engine.turn() or self.engine._reading) and time.monotonic() < deadline_s:
             pass
         self.engine.close("done")
         self.engine.run()

@@ -6,6 +6,7 @@
     ready    <------- Ready -----------  ready         digest of what was really loaded
     send     -------- Step ----------->  receive       seq rises by one; nothing is skipped or repeated
     landed   <------- Landed ----------  landed        reads of experts that ended, whenever they do
+    recalled <------- Recalled --------  recalled      snapshots and parked lanes that were read, whenever they are
     compare  <------- Digest ----------  report        every `guard_every_steps` steps
     stop     -------- Stop ----------->  receive
 
@@ -25,7 +26,7 @@ from zmq.utils.monitor import parse_monitor_message
 from tided import guard
 from tided.control import wire
 from tided.control.keys import Keys
-from tided.control.messages import ControlMessage, Digest, Hello, Landed, Ready, Refused, Step, Stop, Welcome
+from tided.control.messages import ControlMessage, Digest, Hello, Landed, Ready, Recalled, Refused, Step, Stop, Welcome
 from tided.errors import GuardError, PairError, PermissionError_, UnavailableError
 from tided.settings import Settings
 
@@ -49,6 +50,9 @@ class Solo:
     def landed(self) -> list[int]:
         return []
 
+    def recalled(self) -> list[Recalled]:
+        return []
+
     def compare(self, seq: int, digest: str) -> None: ...
 
     def stop(self, reason: str) -> None: ...
@@ -63,6 +67,7 @@ class Leader:
         self._settings = settings
         self._rank_of: dict[bytes, int] = {}  # connection -> rank, of those that were let in
         self._landed: list[int] = []
+        self._recalled: list[Recalled] = []
         self._seq = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zap = ThreadAuthenticator(self._context)
@@ -131,20 +136,32 @@ class Leader:
 
     def landed(self) -> list[int]:
         """Tickets of reads that ended on other ranks since the last call, one mention a rank. Never waits."""
+        self._collect()
+        landed, self._landed = self._landed, []
+        return landed
+
+    def recalled(self) -> list[Recalled]:
+        """What other ranks answered to recalls since the last call. Never waits."""
+        self._collect()
+        recalled, self._recalled = self._recalled, []
+        return recalled
+
+    def _collect(self) -> None:
         while self._socket.poll(0):
             connection, message = self._receive()
             if (rank := self._rank_of.get(connection)) is None:
                 self._refuse_late(connection, message)
-            elif not self._keep_landed(rank, message):
+            elif not self._keep(rank, message):
                 raise PairError(f"rank {rank} sent an unexpected {type(message).__name__}")
-        landed, self._landed = self._landed, []
-        return landed
 
-    def _keep_landed(self, rank: int, message: ControlMessage) -> bool:
+    def _keep(self, rank: int, message: ControlMessage) -> bool:
         """Whether the message is about reads of the rank that sent it."""
-        if not isinstance(message, Landed) or message.rank != rank:
+        if not isinstance(message, Landed | Recalled) or message.rank != rank:
             return False
-        self._landed += message.tickets
+        if isinstance(message, Landed):
+            self._landed += message.tickets
+        else:
+            self._recalled.append(message)
         return True
 
     def _refuse_late(self, connection: bytes, message: ControlMessage) -> None:
@@ -188,7 +205,7 @@ class Leader:
             if (rank := self._rank_of.get(connection)) is None:
                 self._refuse_late(connection, message)
                 continue
-            if self._keep_landed(rank, message):
+            if self._keep(rank, message):
                 continue
             if not isinstance(message, kind) or message.rank != rank or rank in heard:
                 raise PairError(f"rank {rank} sent an unexpected {type(message).__name__}")
@@ -302,6 +319,10 @@ class Follower:
     def landed(self, tickets: Sequence[int]) -> None:
         """Tells rank 0 that these reads have ended here."""
         self._send(Landed(self._rank, list(tickets)))
+
+    def recalled(self, ticket: int, held: Sequence[int], loaded: int) -> None:
+        """Tells rank 0 what is here of a recall."""
+        self._send(Recalled(self._rank, ticket, list(held), loaded))
 
     def report(self, seq: int, digest: str) -> None:
         self._send(Digest(self._rank, seq, digest))

@@ -62,8 +62,8 @@ class Recall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Compute prompt tokens [start, start + count) of a lane; the last chunk also samples the first token. `count` 0: the
-    whole prompt was restored, and the first token is drawn from the restored logits."""
+    """Compute prompt tokens [start, start + count) of a lane; the last chunk also samples the first token. `count` 0:
+    the whole prompt was restored, and the first token is drawn from the restored logits."""
 
     lane: int
     start: int

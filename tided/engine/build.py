@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from kernels.record import ExpertRecord
 from packers.shards import Checkpoint
 from tided.cache.pool import PAGE_TOKENS
+from tided.engine.caching import CachePlan, Caching
 from tided.engine.executor import Executor
 from tided.engine.packing import pack_header
 from tided.engine.scheduler import Limits
@@ -35,6 +37,7 @@ from tided.settings import Settings
 
 log = logging.getLogger("experts")
 
+CONTEXT_VERSION = 1  # raise it with any change after which the same tokens become another context
 Progress = Callable[[str, int, int], None]  # (what is loaded, parts done, parts in all)
 
 
@@ -64,6 +67,10 @@ class Rank:
     reads: "ExpertReads"
     executor: Executor
 
+    def close(self) -> None:
+        self.executor.caching.close()
+        self.reads.close()
+
 
 def open_model(settings: Settings) -> OpenedModel:
     """Raises DataError for a checkpoint that is none, ConfigError for settings that it cannot be served with."""
@@ -76,8 +83,11 @@ def open_model(settings: Settings) -> OpenedModel:
     return OpenedModel(settings, checkpoint, family, shape, record)
 
 
-def build_rank(opened: OpenedModel, group: Group, pairs: Sequence[Pair], progress: Progress) -> Rank:
-    """Loads the rank's share of the dense weights and of the resident `pairs`, the same on every rank."""
+def build_rank(
+    opened: OpenedModel, group: Group, pairs: Sequence[Pair], progress: Progress, cache_dir: Path | None = None
+) -> Rank:
+    """Loads the rank's share of the dense weights and of the resident `pairs`, the same on every rank. `cache_dir`: the
+    rank's own, for prompts and parked contexts; None: both stay in memory."""
     settings, shape = opened.settings, opened.shape
     device = torch.device(settings.engine.device)
     torch.set_num_threads(settings.engine.threads)
@@ -95,7 +105,8 @@ def build_rank(opened: OpenedModel, group: Group, pairs: Sequence[Pair], progres
     progress("dense weights", 1, 1)
     residents.fill(pairs, lambda done, total: progress("experts", done, total))
     reads.io.set_mode("serve")
-    return Rank(opened, model, bank, residents, reads, Executor(model, residents, tap, urgent))
+    caching = open_caching(opened, model, cache_dir)
+    return Rank(opened, model, bank, residents, reads, Executor(model, residents, tap, urgent, caching))
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,36 @@ def open_source(opened: OpenedModel, rank: int) -> CheckpointSource | PackSource
     return CheckpointSource(checkpoint, opened.family.expert_names(checkpoint.config), opened.record, rank)
 
 
+def open_caching(opened: OpenedModel, model: Model, folder: Path | None) -> Caching:
+    """Raises ConfigError when the folder cannot be used."""
+    settings, device = opened.settings, opened.settings.engine.device
+    processor = torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
+    about = {
+        "version": CONTEXT_VERSION,
+        "model": opened.checkpoint.identity(),
+        "overlay": "",  # no build applies one yet
+        "numerics": settings.model.numerics,
+        "replay": settings.model.decoder_replay,
+        "page": model.page_tokens,
+        "ranks": settings.parallel.ranks,
+        "torch": str(torch.__version__),
+        "processor": f"{device} {processor}",
+    }
+    cache = settings.cache
+    plan = CachePlan(
+        seed=msgspec.json.encode(about).decode(),
+        chunk_tokens=settings.model.prefill_chunk_tokens,
+        ram_bytes=cache.prefix_ram_bytes,
+        disk_bytes=cache.prefix_disk_bytes,
+        folder=folder,
+        strict=cache.prefix_strict,
+    )
+    try:
+        return Caching(model, plan)
+    except OSError as error:
+        raise ConfigError(f"the caches cannot use {folder}: {error.strerror}", hint="set TIDE_STATE_DIR") from error
+
+
 def check_budget(settings: Settings, shape: ModelShape) -> None:
     """Raises ConfigError unless a resident set of the size asked for exists."""
     least, most = shape.moe_layers * shape.top_k, shape.moe_layers * shape.experts_per_layer
@@ -180,4 +221,6 @@ def scheduler_limits(settings: Settings) -> Limits:
         swaps=settings.experts.spare_slots,
         guard_every_steps=settings.engine.guard_every_steps,
         can_wait=settings.tide.sync_slots > 0,
+        park_tokens=settings.cache.park_tokens,
+        snapshots=settings.cache.prefix_ram_bytes + settings.cache.prefix_disk_bytes > 0,
     )

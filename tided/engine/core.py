@@ -22,7 +22,7 @@ from tided.errors import PairError, RequestError, TideError
 log = logging.getLogger("tided.engine")
 
 IDLE_WAIT_S = 1.0  # longest sleep on an inbox or a link before the stop flag is looked at
-LANDING_WAIT_S = 0.01  # the same while reads of experts are under way
+LANDING_WAIT_S = 0.01  # the same while reads are under way
 OnFault = Callable[[TideError], None]
 
 
@@ -82,22 +82,24 @@ class FollowerEngine(Engine):
     def _loop(self) -> None:
         checked = 0
         while not self._stopping.is_set():
-            residents = self.executor.residents
-            message = self._link.receive(LANDING_WAIT_S if residents.reading else IDLE_WAIT_S)
+            reading = self.executor.residents.reading or self.executor.caching.recalling
+            message = self._link.receive(LANDING_WAIT_S if reading else IDLE_WAIT_S)
             if isinstance(message, Stop):
                 return
             if isinstance(message, Step):
                 outcome = self._execute(message)
                 if message.digest_due:
                     self._link.report(message.seq, outcome.digest)
-                self._tell_landed()
-            elif residents.reading:
-                self._tell_landed()
+                self._tell_reads()
+            elif reading:
+                self._tell_reads()
             elif checked != self.seq:  # the pair rests: verify the books once
                 self.executor.check()
                 checked = self.seq
 
-    def _tell_landed(self) -> None:
+    def _tell_reads(self) -> None:
+        for answer in self.executor.caching.answers():
+            self._link.recalled(*answer)
         landed = self.executor.residents.landed()
         if landed:
             self._link.landed(landed)

@@ -56,10 +56,14 @@ def needs(opened: "OpenedModel") -> list[Need]:
     settings, experts, tide = opened.settings, opened.settings.experts, opened.settings.tide
     slots = experts.resident + experts.spare_slots + tide.hot_ring_slots + tide.sync_slots + 1
     context = opened.family.context_bytes(opened.checkpoint.config, settings)
-    return [
+    found = [
         Need("experts", "experts.resident", slots * opened.record.slot_bytes),
         Need("context", "cache.pool_tokens", context),
     ]
+    prompts = settings.cache.prefix_ram_bytes
+    if prompts and (settings.engine.device == "cpu" or _is_unified()):  # a cache in the system's memory
+        found.append(Need("cached prompts", "cache.prefix_ram_bytes", prompts))
+    return found
 
 
 def refuse_shortage(opened: "OpenedModel", rank: int) -> None:

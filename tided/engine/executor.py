@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tided.cache.chain import Chain
 from tided.control.messages import Admission, Change, Decode, Prefill, Step
+from tided.engine.caching import Caching
 from tided.engine.ports import Residents
 from tided.engine.sampling import sample
 from tided.engine.types import Request
@@ -27,6 +29,10 @@ class Lane:
     request: Request
     state: LaneState
     token: int = -1
+    parked: bool = False  # its context is not in the pool; `state` is the one that was closed
+    keys: Chain | None = None  # of the prompt, where snapshots are taken
+    masks: set[int] = field(default_factory=set)  # of the routable sets that its prompt was computed under
+    logits: Tensor | None = None  # restored with a whole prompt: its first token is to be drawn from them
 
 
 @dataclass
@@ -39,10 +45,19 @@ class Outcome:
 
 
 class Executor:
-    """`urgent` None: no request may wait for an expert."""
+    """`urgent` None: no request may wait for an expert. `caching` None: parked contexts stay in memory, and there is no
+    prompt cache."""
 
-    def __init__(self, model: Model, residents: Residents, tap: DemandTap, urgent: UrgentReads | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        residents: Residents,
+        tap: DemandTap,
+        urgent: UrgentReads | None = None,
+        caching: Caching | None = None,
+    ) -> None:
         self.model, self.residents, self.tap, self.urgent = model, residents, tap, urgent
+        self.caching = caching or Caching(model)
         self.lanes: dict[int, Lane] = {}
         self.seq = 0
         self.plan_version = 0
@@ -53,13 +68,13 @@ class Executor:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> Outcome:
-        """Releases, admissions, the change of the routable set, then the work. Raises PairError for a step that cannot
-        follow the last one."""
+        """Releases, lanes that leave the pool and come back, admissions, the change of the routable set, the work,
+        snapshots. Raises PairError for a step that cannot follow the last one."""
         if step.seq != self.seq + 1:
             raise PairError(f"step {step.seq} came after step {self.seq}: a message was lost")
         for lane in step.release:
-            self.model.close_lane(self.lanes.pop(lane).state)
-            self.tap.forget(lane)
+            self._release(lane)
+        self._move_lanes(step)
         for admission in step.admit:
             self._admit(admission)
         marks = [time.perf_counter()]
@@ -71,6 +86,8 @@ class Executor:
             self._prefill(step.work, outcome)
         elif isinstance(step.work, Decode):
             self._decode(step.work, outcome)
+        for lane in step.save:
+            self._save(lane)
         marks.append(time.perf_counter())
         self.tap.add_up()
         self._history.update(f"{step.seq} {outcome.tokens};".encode())
@@ -83,17 +100,46 @@ class Executor:
         return outcome
 
     def check(self) -> None:
-        """Raises PairError unless the books of the expert memory agree; for idle moments."""
+        """Raises PairError unless the books of expert memory, context pool and caches agree; for idle moments."""
+        self.model.check([lane.state for lane in self.lanes.values() if not lane.parked])
+        self.caching.check()
         self.residents.check_integrity()
         if self.urgent is not None:
             self.urgent.check()
+
+    def _release(self, index: int) -> None:
+        lane = self.lanes.pop(index)
+        if lane.parked:
+            self.caching.parked.drop(index)
+        else:
+            self.model.close_lane(lane.state)
+        self.tap.forget(index)
+
+    def _move_lanes(self, step: Step) -> None:
+        """Copies are made here, between steps; files are written and read by threads."""
+        for ticket in step.forget:
+            self.caching.forget(ticket)
+        for index in step.park:
+            self.caching.park(self.lanes[index].state)
+            self.lanes[index].parked = True
+        for index in step.resume:
+            self.lanes[index].state = self.caching.resume(index)
+            self.lanes[index].parked = False
+        for recall in step.recall:
+            self.caching.recall(recall)
 
     def _admit(self, admission: Admission) -> None:
         if admission.lane in self.lanes:
             raise PairError(f"lane {admission.lane} was given away twice")
         if self.urgent is not None:
             self.urgent.open(admission.lane, admission.request.fidelity)
-        self.lanes[admission.lane] = Lane(admission.request, self.model.open_lane(admission.lane))
+        index, request = admission.lane, admission.request
+        if admission.restore is None:
+            lane = Lane(request, self.model.open_lane(index))
+        else:
+            state, logits = self.caching.restore(index, admission.restore)
+            lane = Lane(request, state, logits=logits, masks={self.residents.mask_hash})
+        self.lanes[index] = lane
 
     def _change(self, step: Step) -> None:
         """Reads are begun last: into slots that the rest of the change has freed."""
@@ -126,11 +172,24 @@ class Executor:
             raise PairError(f"lane {work.lane} stands at {lane.state.position}, its chunk begins at {work.start}")
         self._begin([work.lane])
         end = work.start + work.count
-        ids = torch.tensor(prompt[work.start : end], dtype=torch.int64, device=self._device)
-        logits = self.model.prefill(lane.state, ids, "last" if end == len(prompt) else "none")
+        lane.masks.add(self.residents.mask_hash)
+        if work.count:
+            ids = torch.tensor(prompt[work.start : end], dtype=torch.int64, device=self._device)
+            logits = self.model.prefill(lane.state, ids, "last" if end == len(prompt) else "none")
+            lane.logits = logits if self.caching.plan.snapshots else None
+        else:
+            logits = None if lane.logits is None else lane.logits.to(self._device)
         if logits is not None:
             self._draw([work.lane], logits, outcome)
             outcome.prompt_demand = self.tap.take(work.lane)
+
+    def _save(self, index: int) -> None:
+        """The lane's context becomes a snapshot; a strict one, unless the routable set changed on the way."""
+        lane, strict = self.lanes[index], self.caching.plan.strict
+        if not strict or len(lane.masks) == 1:
+            lane.keys = lane.keys or self.caching.chain(lane.request, min(lane.masks))
+            self.caching.save(lane.state, lane.keys, lane.logits)
+        lane.logits = None
 
     def _decode(self, work: Decode, outcome: Outcome) -> None:
         lanes = [self.lanes[index] for index in work.lanes]

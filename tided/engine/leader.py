@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tided.control.messages import Step, Stop
+from tided.control.messages import Recalled, Step, Stop
 from tided.engine.checks import check_request
 from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S, Engine, OnFault
 from tided.engine.executor import Executor
 from tided.engine.ledger import Ledger
 from tided.engine.motion import Motion, Moved
 from tided.engine.ports import LeaderLink, Pilot
+from tided.engine.recall import Candidate, Recalls
 from tided.engine.scheduler import Scheduler
 from tided.engine.stats import Residency
 from tided.engine.trace import Traces
@@ -55,6 +56,7 @@ class LeaderEngine(Engine):
         self.expert_reads: Mapping[str, Any] = expert_reads or {}  # where experts come from, for who asks
         limits = scheduler.limits
         self.motion = Motion(hot_reads(executor, pilot), 1 + link.followers, limits.swaps)
+        scheduler.recalls = Recalls(1 + link.followers, self._held_prefixes)
         self.scheduler, self.ledger = scheduler, Ledger(executor, scheduler, self.motion, pilot)
         self._link, self._sink = link, sink
         # An open request has one submission and one cancellation at most on their way.
@@ -62,6 +64,7 @@ class LeaderEngine(Engine):
         self._inbox: queue.Queue[Submission | Cancellation | Stop] = queue.Queue(places)
         self._moved = Moved()  # by the step in hand
         self._rested = True  # no work since the pair came to rest
+        self._mask = ""  # that snapshots were looked up for
         self._stop: Stop | None = None
 
     # For other threads
@@ -90,7 +93,7 @@ class LeaderEngine(Engine):
 
     def turn(self) -> bool:
         """Decides and executes one step; False when there was nothing to do."""
-        self._collect_landed()
+        self._collect_reads()
         step = self._next_step() or self._rest()
         if step is not None:
             self.ledger.begin(step)
@@ -105,12 +108,32 @@ class LeaderEngine(Engine):
         self._emit()
         return step is not None
 
+    def _held_prefixes(self, request: Request) -> Sequence[Candidate]:
+        return self.executor.caching.candidates(request, self.executor.residents.mask_hash)
+
     def _next_step(self) -> Step | None:
         change, self._moved = self.motion.change()
-        return self.scheduler.next_step(change, bool(self._moved.swaps))
+        step = self.scheduler.next_step(change, bool(self._moved.swaps))
+        for running in self.scheduler.failed:
+            self.ledger.give_up(running)
+        self.scheduler.failed.clear()
+        return step
 
-    def _collect_landed(self) -> None:
-        """Reads that ended here, and elsewhere. One that failed ends the engine: no rank goes on without the others."""
+    @property
+    def _reading(self) -> int:
+        """Reads of any kind that some rank has not told of."""
+        return self.motion.reading + self.scheduler.recalls.pending
+
+    def _collect_reads(self) -> None:
+        """Reads that ended here, and elsewhere. An expert's that failed ends the engine: no rank goes on without the
+        others. A snapshot or parked lane that cannot be read is told like one that can."""
+        recalls, caching = self.scheduler.recalls, self.executor.caching
+        if recalls.pending or caching.recalling:
+            for answer in (*(Recalled(0, *answer) for answer in caching.answers()), *self._link.recalled()):
+                recalls.heard(answer)
+        if caching.plan.strict and self.ledger.residency.mask_hash != self._mask:
+            self._mask = self.ledger.residency.mask_hash
+            recalls.renew()
         if self.motion.reading:
             self.motion.landed(self.executor.residents.landed())
             self.motion.landed(self._link.landed())
@@ -127,7 +150,7 @@ class LeaderEngine(Engine):
     def _loop(self) -> None:
         busy = False
         while self._stop is None:
-            self.take_in(0.0 if busy else LANDING_WAIT_S if self.motion.reading else IDLE_WAIT_S)
+            self.take_in(0.0 if busy else LANDING_WAIT_S if self._reading else IDLE_WAIT_S)
             busy = self.turn()
         for request_id in self.ledger.open_ids:
             self.ledger.cancel(request_id)
@@ -136,7 +159,7 @@ class LeaderEngine(Engine):
 
     def _rest(self) -> Step | None:
         """Nothing is asked for: verify the books once, then let the tide plan once."""
-        if self._rested or self.scheduler.waiting:
+        if self._rested or self.scheduler.waiting or self.scheduler.running:
             return None
         self._rested = True
         if self.executor.lanes or self.scheduler.held_tokens:

@@ -25,6 +25,10 @@ from tided.experts.io import Priority
 log = logging.getLogger("tided.engine")
 
 Array = npt.NDArray[Any]
+NO_ROOM = (
+    "the context pool is full, and this request's context could not be kept on disk; "
+    "raise pool_tokens or park_tokens in [cache], or send fewer long requests at once"
+)
 Reason = Literal["stop", "length", "cancelled"]
 
 
@@ -59,7 +63,10 @@ class Ledger:
             stats = self._open[admission.request.request_id]
             self.traces.began(admission.request.request_id, step.seq - 1, time.monotonic())
             stats.admitted(admission.lane, time.monotonic(), len(self._scheduler.running), self._reads())
+            stats.cached_tokens = admission.restore.tokens if admission.restore else 0
             self.events.append(Started(admission.request.request_id))
+        for lane in step.park:
+            self._stats(lane).parked += 1
 
     def account(self, step: Step, outcome: Outcome, moved: Moved, seconds: float, now_s: float) -> None:
         """The step took `seconds` and ended at `now_s`. Change, chunk and prompt first: a token may end its request."""
@@ -88,6 +95,13 @@ class Ledger:
         if found is not None:
             self._finish(request_id, "cancelled", found.lane if isinstance(found, Running) else None)
 
+    def give_up(self, running: Running) -> None:
+        """The scheduler has no room for this request: it ends, and no other is touched."""
+        log.warning("request %s: %s", running.request.request_id, NO_ROOM)
+        self._take_demand(self._stats_of(running), running.lane)
+        del self._open[running.request.request_id]
+        self.events.append(Failed(running.request.request_id, NO_ROOM))
+
     def fail(self, request_ids: Sequence[str], message: str) -> None:
         self.events += [Failed(request_id, message) for request_id in request_ids]
         self._open.clear()
@@ -107,7 +121,10 @@ class Ledger:
             self._open[running.request.request_id].swapped(moved.plans)
 
     def _stats(self, lane: int) -> RequestStats:
-        return self._open[self._scheduler.running[lane].request.request_id]
+        return self._stats_of(self._scheduler.running[lane])
+
+    def _stats_of(self, running: Running) -> RequestStats:
+        return self._open[running.request.request_id]
 
     def _prompt_done(self, stats: RequestStats, lane: int, demand: Demand) -> None:
         stats.prefill = picks(demand)
@@ -144,6 +161,7 @@ class Ledger:
         stats = self._stats(lane)
         request = stats.request
         stats.token(now_s)
+        self._scheduler.drew(lane, 1)
         stopped = token in request.stop_ids
         if not stopped:
             self.events.append(Tokens(request.request_id, [token]))

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tided.control.messages import Step, Stop
+from tided.control.messages import Recalled, Step, Stop
 from tided.experts.io import Priority, ReadCount
 from tided.tide.pilot import LaneDemand, Planned
 
@@ -127,6 +127,10 @@ class LeaderLink(Protocol):
         """Reads that ended on other ranks since the last call, one mention a rank. Never waits."""
         ...
 
+    def recalled(self) -> Sequence[Recalled]:
+        """What other ranks answered to recalls since the last call. Never waits."""
+        ...
+
     def compare(self, seq: int, digest: str) -> None:
         """Waits for the other ranks' digests of the step. Raises PairError for a difference or a silence."""
         ...
@@ -140,5 +144,7 @@ class FollowerLink(Protocol):
         ...
 
     def landed(self, tickets: Sequence[int]) -> None: ...
+
+    def recalled(self, ticket: int, held: Sequence[int], loaded: int) -> None: ...
 
     def report(self, seq: int, digest: str) -> None: ...

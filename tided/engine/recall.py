@@ -2,8 +2,8 @@
 
     step t      Recall(ticket, keys)      every rank looks for the keys, and reads the first that it holds
     between     Recalled(rank, ticket)    each tells what it holds and what it has read; steps go on
-                once all told             all read the same: it may be restored. Else the longest that all hold is asked for
-                                          for alone; nothing in common: the request is computed from its start
+                once all told             all read the same: it may be restored. Else the longest that all hold is
+                                          asked for alone; nothing in common: computed from the start
     step t + n  restore, or forget        the lane begins there; or what was read is not wanted any more
 
 No step waits for a read. State alone decides: no clock, no tensor.
@@ -48,7 +48,7 @@ class Recalls:
         self._ranks, self._lookup = ranks, lookup
         self._tickets = 0
         self._requests: dict[str, _Asked | Found] = {}
-        self._lanes: dict[int, _Asked | bool] = {}
+        self._lanes: dict[int, _Asked | bool] = {}  # True: every rank has read it; False: one cannot
         self._begin: list[Recall] = []
         self._forget: list[int] = []
 
@@ -71,23 +71,32 @@ class Recalls:
 
     def drop(self, request: Request) -> None:
         """The request is gone before it had a lane."""
-        state = self._requests.pop(request.request_id, None)
+        self._drop(request.request_id)
+
+    def _drop(self, name: str) -> None:
+        state = self._requests.pop(name, None)
         if isinstance(state, _Asked):
             self._forget.append(state.ticket)
         elif state is not None and state.restore is not None:
             self._forget.append(state.restore.ticket)
 
-    def is_back(self, lane: int) -> bool:
-        """Whether every rank has read the parked lane; the first question begins the reads."""
+    def is_back(self, lane: int) -> bool | None:
+        """Whether every rank has read the parked lane, None while they do; the first question begins the reads."""
         if lane not in self._lanes:
             self._tickets += 1
             self._begin.append(Recall(self._tickets, lane=lane))
             self._lanes[lane] = _Asked(self._tickets, [])
-        return self._lanes[lane] is True
+        state = self._lanes[lane]
+        return state if isinstance(state, bool) else None
 
     def left(self, lane: int) -> None:
         """The lane is resumed, or over."""
         self._lanes.pop(lane, None)
+
+    def renew(self) -> None:
+        """Snapshots that were found count no more (the routable set changed, and they serve under theirs alone)."""
+        for name in list(self._requests):
+            self._drop(name)
 
     def take(self) -> tuple[list[Recall], list[int]]:
         """What the next step begins and forgets."""
@@ -98,7 +107,7 @@ class Recalls:
         """A rank has told. Of a recall that is not wanted any more, nothing is kept."""
         for lane, asked in self._lanes.items():
             if isinstance(asked, _Asked) and asked.ticket == answer.ticket and self._complete(asked, answer):
-                self._lanes[lane] = True
+                self._lanes[lane] = all(told.loaded == 0 for told in asked.answers)
         for name, state in self._requests.items():
             if isinstance(state, _Asked) and state.ticket == answer.ticket and self._complete(state, answer):
                 self._requests[name] = self._agreed(state)

@@ -225,9 +225,13 @@ class Scheduler:
         return self._claims(self.active) + self._claim(parked[0], more) <= self.limits.pool_pages
 
     def _resume(self) -> list[int]:
+        """Of a lane whose context a rank cannot read again, the request fails, and no other is touched."""
         resumed = []
-        while self.can_resume() and self.recalls.is_back(self.parked[0].lane):
+        while self.can_resume() and (back := self.recalls.is_back(self.parked[0].lane)) is not None:
             running = self.parked[0]
+            if not back:
+                self.failed.append(self.finish(running.lane))
+                continue
             running.parked = False
             self._hold(running)
             self.recalls.left(running.lane)

@@ -126,6 +126,8 @@ class RequestStats:
     last_s: float = 0.0
     lane: int | None = None
     lanes_busy: int = 0
+    cached_tokens: int = 0
+    parked: int = 0
     prefill_s: float = 0.0
     prefilled_tokens: int = 0
     completion_tokens: int = 0
@@ -177,7 +179,8 @@ class RequestStats:
         hit = self.decode if self.decode.picks else both
         return {
             "prompt_tokens": len(self.request.prompt_ids),
-            "cached_tokens": 0,
+            "cached_tokens": self.cached_tokens,
+            "prefix_cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens,
             "queue_s": rounded(queued_until - self.submitted_s),
             "prefill_s": rounded(self.prefill_s),
@@ -188,6 +191,7 @@ class RequestStats:
             "steps": self.decode_steps,
             "lane": self.lane,
             "lanes_busy": self.lanes_busy,
+            "parked": self.parked,
             "seed": self.request.sampling.seed,
             "fidelity": self.request.fidelity,
             "expert_hit_rate": rounded(1 - (hit.rate() or 0.0)) if hit.picks else None,
@@ -242,7 +246,8 @@ def log_line(request_id: str, reason: str, stats: dict[str, Any]) -> str:
     """One line for the log: numbers and the request's id, never its text."""
     experts = stats["experts"]
     return (
-        f"request {request_id} {reason}: prompt {stats['prompt_tokens']} tokens {stats['prefill_tok_s']} tok/s, "
+        f"request {request_id} {reason}: prompt {stats['prompt_tokens']} tokens ({stats['cached_tokens']} cached) "
+        f"{stats['prefill_tok_s']} tok/s, "
         f"answer {stats['completion_tokens']} tokens {stats['decode_tok_s']} tok/s, queue {stats['queue_s']} s, "
         f"missed {experts['prefill_miss_rate']} of prompt and {experts['decode_miss_rate']} of decode picks, "
         f"substituted weight {stats['substituted_weight_share']}, swaps {stats['swaps']}, "
