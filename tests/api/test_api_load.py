@@ -119,19 +119,19 @@ async def test_a_body_that_unfolds_is_a_long_one(serve, engine, gate):
 
 async def test_long_bodies_are_unfolded_one_by_one(serve, engine, gate, monkeypatch):
     """What waits for its turn waits as it was sent."""
-    from tided.api import openai
+    from tided.api import exchange
 
     server = await serve(PATIENT)
     engine.script("</think>x")
     unfolded = []
 
     def decompressed(body, encoding, limit_bytes, alive):
-        plain = openai_decompressed(body, encoding, limit_bytes, alive)
+        plain = plainly(body, encoding, limit_bytes, alive)
         unfolded.append(len(plain))
         return plain
 
-    openai_decompressed = openai.decompressed
-    monkeypatch.setattr(openai, "decompressed", decompressed)
+    plainly = exchange.decompressed
+    monkeypatch.setattr(exchange, "decompressed", decompressed)
     packed = zlib.compress(json.dumps(said(LONG)).encode())
     asked = [asyncio.create_task(server.ask(packed, headers={"Content-Encoding": "deflate"})) for _ in range(4)]
     await until(lambda: gate.inside == 1)

@@ -4,12 +4,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tided.api.errors import error_body
 from tided.api.generation import Generation
+from tided.api.sse import DONE, comment, data
 from tided.chat.deltas import CallArguments, CallStarted, Content, Delta, Reasoning
+from tided.errors import RequestError
 
 
 class ChatWire:
-    """One reply's envelope. All its chunks share id, time, model and fingerprint."""
+    """`exchange.Writer` of chat completions. All chunks of a reply share id, time, model and fingerprint."""
 
     def __init__(self, generation: Generation, model: str, fingerprint: str) -> None:
         self._generation, self._chat = generation, generation.prepared.chat
@@ -17,21 +20,36 @@ class ChatWire:
         self._model, self._fingerprint = model, fingerprint
         self._role_sent = False
 
-    def begin(self) -> Iterator[dict[str, Any]]:
+    def begin(self) -> str:
+        return data(self._begin())
+
+    def pieces(self, deltas: Sequence[Delta]) -> str:
+        return data(self._pieces(deltas))
+
+    def silence(self) -> str:
+        return comment("keep-alive")
+
+    def end(self) -> str:
+        return data(self._end()) + DONE
+
+    def fault(self, error: RequestError) -> str:
+        return data([error_body(error)]) + DONE
+
+    def _begin(self) -> Iterator[dict[str, Any]]:
         """The role's chunk, once."""
         if not self._role_sent:
             self._role_sent = True
             yield self._chunk([_choice({"role": "assistant", "content": ""})])
 
-    def chunks(self, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
+    def _pieces(self, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
         for delta in deltas:
             if self._shown(delta):
-                yield from self.begin()
+                yield from self._begin()
                 yield self._chunk([_choice(_delta(delta))])
 
-    def end(self) -> Iterator[dict[str, Any]]:
+    def _end(self) -> Iterator[dict[str, Any]]:
         """The chunk with the finish reason, and the usage chunk where it was asked for."""
-        yield from self.begin()
+        yield from self._begin()
         parser = self._generation.reader.parser
         choice = _choice({}, parser.finish_reason)
         if parser.stop_string is not None:

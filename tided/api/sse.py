@@ -11,6 +11,20 @@ from tided.api.json_text import to_json
 
 DONE = "data: [DONE]\n\n"
 
+
+def comment(text: str) -> str:
+    return f": {text}\n\n"
+
+
+def data(values: Iterable[dict[str, Any]]) -> str:
+    return "".join(f"data: {to_json(value)}\n\n" for value in values)
+
+
+def event(value: dict[str, Any]) -> str:
+    """An event by the name that its data has as `type`."""
+    return f"event: {value['type']}\ndata: {to_json(value)}\n\n"
+
+
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache, no-transform",
@@ -33,18 +47,15 @@ class EventStream:
 
     async def open(self) -> None:
         await self._response.prepare(self._request)
-        await self.comment("ok")
+        await self._write(comment("ok"))
 
     @property
     def silent_s(self) -> float:
         """Seconds since anything was written."""
         return time.monotonic() - self._last_write_s
 
-    async def comment(self, text: str) -> None:
-        await self._write(f": {text}\n\n")
-
-    async def send(self, values: Iterable[dict[str, Any]], tail: str = "") -> None:
-        text = "".join(f"data: {to_json(value)}\n\n" for value in values) + tail
+    async def write(self, text: str) -> None:
+        """Whole events in one write; nothing for an empty text."""
         if text:
             await self._write(text)
 

@@ -1,0 +1,107 @@
+"""From a body to an answer on the wire, whatever API it speaks: one way in, one loop out, a writer for each API."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from aiohttp import web
+
+from tided.api.admission import Place
+from tided.api.body import decompressed, read_body
+from tided.api.context import Context, Note
+from tided.api.errors import TooLargeError, as_request_error
+from tided.api.generation import Generation
+from tided.api.json_text import to_json
+from tided.api.slots import SHORT_BYTES, Alive
+from tided.api.sse import EventStream, ReaderStalledError
+from tided.chat.deltas import Delta
+from tided.errors import RequestError
+
+T = TypeVar("T")
+
+
+class Writer(Protocol):
+    """How an API shows one answer: the text of a stream's events, or the whole reply."""
+
+    def begin(self) -> str:
+        """Once, when the request has a lane; nothing on later calls."""
+        ...
+
+    def pieces(self, deltas: Sequence[Delta]) -> str: ...
+
+    def silence(self) -> str:
+        """What says that the server lives while there is nothing to say."""
+        ...
+
+    def end(self) -> str: ...
+
+    def fault(self, error: RequestError) -> str:
+        """The status is sent: a fault is the last event."""
+        ...
+
+    def reply(self, deltas: Sequence[Delta]) -> dict[str, Any]: ...
+
+
+async def receive(
+    request: web.Request, context: Context, place: Place, work: Callable[[bytes | bytearray, Alive], T]
+) -> T:
+    """What `work` makes of the request's body, in a thread. Raises RequestError for all that can be refused."""
+    limit_bytes = context.settings.server.max_body_bytes
+    sent = await read_body(request, limit_bytes, context.limits.body_s, place)
+    body, encoding = await _unfolded_if_short(sent, request.headers.get("Content-Encoding", ""), limit_bytes, context)
+    size_bytes = limit_bytes if encoding else len(body)
+    return await context.slots.run(
+        size_bytes, lambda alive: work(decompressed(body, encoding, limit_bytes, alive), alive)
+    )
+
+
+async def _unfolded_if_short(
+    body: bytearray, encoding: str, limit_bytes: int, context: Context
+) -> tuple[bytes | bytearray, str]:
+    """The body, and the encoding it still has. How long a folded body is shows only when it is unfolded: one that does
+    not stay short is left for the thread of the long ones, so that no two of them are unfolded at once."""
+    if encoding and len(body) <= SHORT_BYTES < limit_bytes:
+        with suppress(TooLargeError):
+            plain = await context.slots.run(len(body), lambda alive: decompressed(body, encoding, SHORT_BYTES, alive))
+            return plain, ""
+    return body, encoding
+
+
+async def answer_whole(context: Context, generation: Generation, writer: Writer) -> web.Response:
+    deltas: list[Delta] = []
+    while not generation.over:
+        deltas += await generation.next(context.limits.keepalive_s) or ()
+    return web.Response(text=to_json(writer.reply(deltas)), content_type="application/json", charset="utf-8")
+
+
+async def answer_in_pieces(
+    request: web.Request, context: Context, generation: Generation, writer: Writer, note: Note
+) -> web.StreamResponse:
+    stream = EventStream(request, context.limits.stall_s)
+    try:
+        await stream.open()
+        await _send_answer(stream, context.limits.keepalive_s, generation, writer, note)
+        return await stream.close()
+    except (ReaderStalledError, TimeoutError, ConnectionError):
+        note.outcome = "reader gone"
+        return stream.abort()
+
+
+async def _send_answer(
+    stream: EventStream, keepalive_s: float, generation: Generation, writer: Writer, note: Note
+) -> None:
+    """The status is sent: from here on a fault is an event of the stream."""
+    try:
+        while not generation.over:
+            deltas = await generation.next(max(keepalive_s - stream.silent_s, 0))
+            await stream.write((writer.begin() if generation.started else "") + writer.pieces(deltas or ()))
+            # Also while the engine works: what it draws may be hidden, or held back until it is clear what it is.
+            if stream.silent_s >= keepalive_s:
+                await stream.write(writer.silence())
+        await stream.write(writer.end())
+    except (ReaderStalledError, ConnectionError):
+        raise
+    except Exception as error:
+        shown = as_request_error(error)
+        note.outcome = f"error {shown.code or shown.status}"
+        await stream.write(writer.fault(shown))
