@@ -98,3 +98,11 @@ def test_other_errors_pass():
 
 def test_this_machine_tells_its_memory():
     assert free_bytes(False) > 1 << 20
+
+
+def test_a_full_page_cache_leaves_the_memory_free(tmp_path, monkeypatch):
+    """What the system holds of files gives way: of 100 GB all but one are cache, and 90 are free."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 104857600 kB\nMemFree: 1048576 kB\nMemAvailable: 94371840 kB\nCached: 93323264 kB\n")
+    monkeypatch.setattr(devices, "MEMINFO", meminfo)
+    assert free_bytes(on_cuda=False) == 90 << 30
