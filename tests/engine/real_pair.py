@@ -62,14 +62,20 @@ class ThreadGroup:
 class Served:
     """What an engine said to the requests it was given."""
 
-    def __init__(self, model: OpenedModel, requests, pilot=None, prepare=lambda served: None) -> None:
+    def __init__(
+        self, model: OpenedModel, requests, pilot=None, prepare=lambda served: None, cache_dir: Path | None = None
+    ) -> None:
         """`prepare` is called when everything is built and nothing runs."""
         self.events, self.faults, self.pilot = [], [], pilot
         pairs = pilot.boot_pairs() if pilot else first_pairs(model)
         ranks = model.settings.parallel.ranks
         parts, barrier = [None] * ranks, threading.Barrier(ranks)
         groups = [ThreadGroup(rank, parts, barrier) for rank in range(ranks)] if ranks > 1 else [Alone()]
-        self.ranks = [build_rank(model, group, pairs, lambda *_: None) for group in groups]
+        folders = [cache_dir and cache_dir / str(group.rank) for group in groups]
+        self.ranks = [
+            build_rank(model, group, pairs, lambda *_: None, folder)
+            for group, folder in zip(groups, folders, strict=True)
+        ]
         self.link = Wire() if ranks > 1 else Solo()
         self.barrier = barrier
         others = [FollowerEngine(rank.executor, self.link, self._fault) for rank in self.ranks[1:]]

@@ -98,9 +98,11 @@ class Ledger:
     def give_up(self, running: Running) -> None:
         """The scheduler has no room for this request: it ends, and no other is touched."""
         log.warning("request %s: %s", running.request.request_id, NO_ROOM)
+        name = running.request.request_id
         self._take_demand(self._stats_of(running), running.lane)
-        del self._open[running.request.request_id]
-        self.events.append(Failed(running.request.request_id, NO_ROOM))
+        self.traces.ended(name, "failed", self._executor.seq, time.monotonic(), None)
+        del self._open[name]
+        self.events.append(Failed(name, NO_ROOM))
 
     def fail(self, request_ids: Sequence[str], message: str) -> None:
         self.events += [Failed(request_id, message) for request_id in request_ids]

@@ -1,0 +1,217 @@
+"""Contexts that leave the pool and come back, on a real model: nothing of an answer tells (C5)."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from real_pair import GOLDEN, Served, opened
+
+from tided.control.messages import Recall, Restore
+from tided.engine.build import build_rank, open_model
+from tided.engine.offline import first_pairs
+from tided.engine.types import Request, Sampling
+from tided.models.parallel import Alone
+from tided.settings import Cache
+
+PROMPT = json.loads((GOLDEN / "inputs.json").read_text())["prompt_ids"]
+RAM = 1 << 26
+
+
+def model(ranks: int = 1, lanes: int = 1, replay: str = "full", resident: int = 80, chunk: int = 16, **cache):
+    found = opened(ranks, resident=resident, numerics="native", lanes=lanes)
+    settings = found.settings
+    return open_model(
+        replace(
+            settings,
+            model=replace(settings.model, decoder_replay=replay, prefill_chunk_tokens=chunk),
+            cache=Cache(**{"context_tokens": 400, "pool_tokens": 512} | cache),
+        )
+    )
+
+
+def ask(name: str, prompt: list[int], answer: int = 8, **sampling) -> Request:
+    return Request(
+        request_id=name,
+        prompt_ids=prompt,
+        sampling=Sampling(**{"temperature": 1.0, "seed": 7} | sampling),
+        max_tokens=answer,
+        stop_ids=(),
+    )
+
+
+LONG = (PROMPT * 4)[:230]
+OTHER_END = [*LONG[:-6], 5, 9, 11, 4, 8, 3]
+
+
+def cached(served: Served, name: str) -> int:
+    return served.stats(name)["cached_tokens"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("replay", ["full", "bounded"])
+def test_a_prefix_that_is_hit_is_as_good_as_computed(ranks, replay):
+    requests = [ask("first", LONG), ask("again", LONG, seed=8), ask("other", OTHER_END), ask("half", LONG[:100])]
+    plain = Served(model(ranks, replay=replay), requests)
+    hit = Served(model(ranks, replay=replay, prefix_ram_bytes=RAM), requests)
+    assert hit.faults == []
+    for request in requests:
+        assert hit.tokens(request.request_id) == plain.tokens(request.request_id), request.request_id
+    assert [cached(hit, name) for name in ("first", "again", "other", "half")] == [0, 230, 224, 96]
+    assert [cached(plain, name) for name in ("again", "other")] == [0, 0]
+    # Only what is computed is prefilled, and only that votes.
+    picks = [hit.stats(name)["prefill"]["routed_picks"] for name in ("first", "again", "other")]
+    assert picks[1:] == [0, picks[0] * 6 // 230]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prefix_from_disk_outlives_the_process(ranks, tmp_path):
+    disk = model(ranks, prefix_disk_bytes=RAM)
+    first = Served(disk, [ask("a", LONG)], cache_dir=tmp_path, prepare=lambda s: None)
+    for rank in first.ranks:
+        assert rank.executor.caching.background.flush(60)
+        rank.close()
+    later = Served(disk, [ask("b", OTHER_END)], cache_dir=tmp_path)
+    plain = Served(model(ranks), [ask("b", OTHER_END)])
+    assert (later.faults, cached(later, "b")) == ([], 224)
+    assert later.tokens("b") == plain.tokens("b")
+
+
+def test_ranks_that_hold_different_snapshots_begin_where_both_can(tmp_path):
+    disk = model(2, prefix_disk_bytes=RAM)
+    first = Served(disk, [ask("a", LONG)], cache_dir=tmp_path)
+    for rank in first.ranks:
+        assert rank.executor.caching.background.flush(60)
+        rank.close()
+    states = sorted((tmp_path / "1" / "prefix").glob("*.state"), key=lambda p: p.stat().st_mtime_ns)
+    for path in states[-4:]:  # 192, 208, 224 and the whole prompt
+        path.unlink()
+    damaged = states[-5]  # 176: rank 1 finds out when it reads
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x55")
+    later = Served(disk, [ask("b", OTHER_END)], cache_dir=tmp_path)
+    plain = Served(model(2), [ask("b", OTHER_END)])
+    assert later.faults == []
+    assert cached(later, "b") == 160
+    assert later.tokens("b") == plain.tokens("b")
+
+
+@pytest.mark.parametrize(("ranks", "on_disk"), [(1, False), (2, True)])
+def test_an_answer_that_was_parked_is_as_if_it_never_was(ranks, on_disk, tmp_path):
+    requests = [ask("a", (PROMPT * 4)[:252], 136), ask("b", PROMPT[10:30], 150, seed=3)]
+    roomy = Served(model(ranks, lanes=2, pool_tokens=1024), requests)
+    tight = Served(model(ranks, lanes=2, pool_tokens=640), requests, cache_dir=tmp_path if on_disk else None)
+    assert tight.faults == []
+    assert (tight.stats("a")["parked"], roomy.stats("b")["parked"]) == (0, 0)
+    assert tight.stats("b")["parked"] >= 1
+    for name in "ab":
+        assert tight.tokens(name) == roomy.tokens(name)
+        assert tight.stats(name)["experts"]["routed_picks"] == roomy.stats(name)["experts"]["routed_picks"]
+    for rank in tight.ranks:
+        rank.executor.check()
+    assert not list(tmp_path.rglob("*.context"))
+
+
+def test_a_prefix_of_another_fidelity_or_of_substitutes_is_not_reused():
+    exact = replace(ask("exact", LONG), fidelity="exact")
+    served = Served(model(prefix_ram_bytes=RAM), [ask("fast", LONG), exact, replace(exact, request_id="twice")])
+    assert [cached(served, name) for name in ("fast", "exact", "twice")] == [0, 0, 230]
+
+
+def lane_at(rank, prompt, chunk: int = 16):
+    lane, logits = rank.model.open_lane(0), None
+    for i in range(0, len(prompt), chunk):
+        logits = rank.model.prefill(lane, torch.tensor(prompt[i : i + chunk]), "last")
+    return lane, logits
+
+
+@pytest.mark.parametrize("replay", ["full", "bounded"])
+@pytest.mark.parametrize("chunk", [16, 24, 15])  # odd: a remainder waits; 15 and 24: boundaries inside pages
+def test_the_bits_of_a_restored_context(replay, chunk):
+    opened_model = model(replay=replay, chunk=chunk, prefix_ram_bytes=RAM)
+    rank = build_rank(opened_model, Alone(), first_pairs(opened_model), lambda *_: None)
+    with torch.inference_mode():
+        caching, request = rank.executor.caching, ask("a", LONG)
+        keys = caching.chain(request, 0)
+        at = 9 * chunk
+        lane, _ = lane_at(rank, LONG[:at], chunk)
+        caching.save(lane, keys, None)
+        straight = [rank.model.prefill(lane, torch.tensor(LONG[at : at + chunk]), "last")]
+        straight += [rank.model.decode([lane], torch.tensor([token])) for token in (5, 6, 7)]
+        rank.model.close_lane(lane)
+        # Other tenants have the pages in between.
+        dirty, _ = lane_at(rank, LONG[::-1], chunk)
+        rank.model.close_lane(dirty)
+        caching.recall(Recall(1, [keys.chunks[8]]))
+        while not (answers := caching.answers()):
+            pass
+        assert answers[0].loaded == 0
+        back, _ = caching.restore(1, Restore(1, at))
+        restored = [rank.model.prefill(back, torch.tensor(LONG[at : at + chunk]), "last")]
+        restored += [rank.model.decode([back], torch.tensor([token])) for token in (5, 6, 7)]
+        for expected, found in zip(straight, restored, strict=True):
+            assert torch.equal(expected, found)
+        assert back.position == lane.position
+        for name in vars(lane).keys() - {"index", "pages", "page_table"}:  # whatever else a context comes to be
+            assert same(getattr(lane, name), getattr(back, name)), name
+
+
+def same(one, other) -> bool:
+    """Bit by bit, through dicts, lists and objects of fields."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return same(vars(one), vars(other)) if hasattr(one, "__dict__") else one == other
+
+
+def test_a_restored_prefix_leaves_the_residents_alone():
+    """The set changes between the two: the second begins with the first's context and routes by the new set."""
+    tested = model(resident=60, prefix_ram_bytes=RAM)
+    seen = []
+
+    def exchange(served: Served) -> None:
+        residents = served.ranks[0].residents
+        absent = [pair for pair in tested.all_pairs if pair not in residents.pairs]
+        inner = served.engine.scheduler._admissions
+
+        def admissions():
+            admitted = inner()
+            if admitted and admitted[0].request.request_id == "again":
+                seen.append((residents.state(), served.ranks[0].executor.plan_version))
+            elif admitted:
+                served.engine.motion.take_plan([((9, residents.pairs[-1][1]), absent[-1])], "test")
+            return admitted
+
+        served.engine.scheduler._admissions = admissions
+
+    served = Served(tested, [ask("a", LONG, 40), ask("again", LONG)], prepare=exchange)
+    assert served.faults == []
+    (before, generation), residents = seen[0], served.ranks[0].residents
+    assert (residents.state(), served.ranks[0].executor.plan_version) == (before, generation)
+    assert generation == 1
+    assert cached(served, "again") == 230
+
+
+@pytest.mark.parametrize(("strict", "reused"), [(True, 0), (False, 230)])
+def test_strict_serves_under_the_same_set_alone(strict, reused):
+    tested = model(resident=60, prefix_ram_bytes=RAM, prefix_strict=strict)
+
+    def exchange(served: Served) -> None:
+        residents, finish = served.ranks[0].residents, served.engine.ledger._finish
+        absent = [pair for pair in tested.all_pairs if pair not in residents.pairs]
+
+        def finished(request_id, reason, lane):
+            finish(request_id, reason, lane)
+            if request_id == "b":
+                served.engine.motion.take_plan([((9, residents.pairs[-1][1]), absent[-1])], "test")
+
+        served.engine.ledger._finish = finished
+
+    requests = [ask("a", LONG), ask("b", LONG), ask("move", PROMPT[:20], 40), ask("c", LONG), ask("d", LONG)]
+    served = Served(tested, requests, prepare=exchange)
+    assert [cached(served, name) for name in "abcd"] == [0, 230, reused, 230]
