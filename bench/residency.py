@@ -12,6 +12,7 @@ residents.
     substitution    the set that the bundled seed chooses, never changed
     + adaptation    the pilot plans after prompts, while answers grow, and between requests
     + hot reads     a ring beside it
+    hot reads alone the ring beside the seed's set: no plans
     + balanced      requests of that fidelity: heavy misses are read before use
     exact           requests of that fidelity: every miss is; of each domain the first requests, --exact-tokens long
 
@@ -71,6 +72,7 @@ class Variant:
     name: str
     adapts: bool = False
     ring: int = 0
+    plans: bool = True
     fidelity: Fidelity = "fast"
 
     @property
@@ -81,9 +83,10 @@ class Variant:
 FROZEN = Variant("substitution")
 ADAPTS = Variant("+ adaptation", True)
 RING = Variant("+ hot reads", True, RING_SLOTS)
-BALANCED = Variant("+ balanced", True, RING_SLOTS, "balanced")
-EXACT = Variant("exact", True, RING_SLOTS, "exact")
-LADDER = (FROZEN, ADAPTS, RING, BALANCED)
+RING_ALONE = Variant("hot reads alone", True, RING_SLOTS, plans=False)
+BALANCED = Variant("+ balanced", True, RING_SLOTS, fidelity="balanced")
+EXACT = Variant("exact", True, RING_SLOTS, fidelity="exact")
+LADDER = (FROZEN, ADAPTS, RING, BALANCED, RING_ALONE)
 
 
 class Forced:
@@ -186,7 +189,13 @@ def serving(base: Settings, budget: float, variant: Variant) -> Iterator[Server]
     settings = replace(
         base,
         experts=replace(base.experts, resident=total - variant.ring - variant.sync),
-        tide=replace(base.tide, hot_ring_slots=variant.ring, sync_slots=variant.sync, record=False),
+        tide=replace(
+            base.tide,
+            hot_ring_slots=variant.ring,
+            sync_slots=variant.sync,
+            record=False,
+            sensitivity=base.tide.sensitivity if variant.plans else "off",
+        ),
     )
     opened = open_model(settings)
     pilot = pilot_of(opened) if variant.adapts else None
@@ -279,11 +288,13 @@ class Plan:
     switch_tokens: int
     switch_budget: float
     jobs: int
+    variants: tuple[str, ...] = ()
 
 
 def ladder(plan: Plan) -> list[dict[str, Any]]:
     """A row for each budget and variant. Answers of all seeds stand beside each other."""
-    rungs = [(budget, variant) for budget in plan.budgets if budget < 100 for variant in (*LADDER, EXACT)]
+    variants = [one for one in (*LADDER, EXACT) if not plan.variants or one.name in plan.variants]
+    rungs = [(budget, variant) for budget in plan.budgets if budget < 100 for variant in variants]
     whole, whole_short, *given = serve_all(
         plan,
         [(100, FROZEN, False), (100, FROZEN, True)]
@@ -291,14 +302,17 @@ def ladder(plan: Plan) -> list[dict[str, Any]]:
     )
     rows = [row_of(100, "all resident", whole, whole, None)] if 100 in plan.budgets else []
     before: list[Answer] | None = None
+    frozen: list[Answer] | None = None
     for (budget, variant), answered in zip(rungs, given, strict=True):
         if variant is EXACT:
             equal = sum(one.digest == other.digest for one, other in zip(answered, whole_short, strict=True))
             row = row_of(budget, EXACT.name, answered, whole_short, None)
             rows.append(row | {"equal": equal, "answers": len(answered)})
-        else:
-            rows.append(row_of(budget, variant.name, answered, whole, None if variant is FROZEN else before))
-            before = answered
+            continue
+        if variant is FROZEN:
+            before, frozen = None, answered
+        rows.append(row_of(budget, variant.name, answered, whole, frozen if variant is RING_ALONE else before))
+        before = answered
     return rows
 
 
@@ -425,6 +439,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         options.switch_tokens,
         options.switch_budget,
         options.jobs,
+        tuple(name for name in options.variants.split(",") if name),
     )
 
 
@@ -432,6 +447,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", help="a profile, or the directory of a checkpoint")
     parser.add_argument("--budgets", default="100,80,65,50,35", help="percent of all experts that are held")
+    parser.add_argument("--variants", default="", help="default: all; of the names above, by comma")
     parser.add_argument("--domains", default="", help="default: all")
     parser.add_argument("--seeds", default="1", help="each draws texts and the order of domains")
     parser.add_argument("--tokens", type=int, default=56, help="of answers, a domain and variant")

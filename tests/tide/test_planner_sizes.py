@@ -1,0 +1,95 @@
+"""Experts of mixed record sizes: the budget is bytes, and a swap changes none of them."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_planner import applied, counts, problems, total
+
+from tided.tide.demand import per_layer
+from tided.tide.planner import boot_set, boot_set_of_bytes, swap_plan
+
+BITS = (2, 3, 4)
+
+
+@st.composite
+def sized(draw):
+    """(scores, sizes, residents, floor)"""
+    scores, residents, floor = draw(problems())
+    cells = st.sampled_from([10, 15, 20])
+    sizes = np.array([[draw(cells) for _ in row] for row in scores], dtype=np.int64)
+    return scores, sizes, residents, floor
+
+
+@settings(max_examples=200, deadline=None)
+@given(sized(), st.integers(0, 6))
+def test_a_swap_exchanges_records_of_one_size_keeps_the_floors_and_gains(problem, cap):
+    scores, sizes, residents, floor = problem
+    plan = swap_plan(scores, residents, floor, cap, 0.0, sizes)
+    assert len(plan) <= cap
+    now = set(residents)
+    for out, in_ in plan:
+        assert sizes[out] == sizes[in_]
+        assert scores[in_] > scores[out]
+        now = applied(now, [(out, in_)])
+        assert min(counts(now, len(scores))) >= floor
+    assert plan == swap_plan(scores, residents[::-1], floor, cap, 0.0, sizes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sized())
+def test_of_each_size_the_most_wanted_stay_where_no_floor_holds_them(problem):
+    scores, sizes, residents, _ = problem
+    everywhere = [(layer, expert) for layer in range(len(scores)) for expert in range(scores.shape[1])]
+    kept = Counter(int(sizes[pair]) for pair in residents)
+    if min(counts(residents, len(scores))) < 2:
+        return
+    after = applied(residents, swap_plan(scores, residents, 1, 10_000, 0.0, sizes))
+    if min(counts(after, len(scores))) == 1:
+        return  # a floor may have held somebody
+    best = 0.0
+    for size, count in kept.items():
+        best += sum(sorted((float(scores[p]) for p in everywhere if sizes[p] == size), reverse=True)[:count])
+    assert total(scores, after) == pytest.approx(best)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sized(), st.integers(0, 400))
+def test_the_first_set_fits_its_bytes_and_leaves_less_than_any_record_outside(problem, more):
+    scores, sizes, _, floor = problem
+    least = int(np.sort(sizes, axis=1)[:, -floor:].sum())
+    chosen = boot_set_of_bytes(scores, sizes, least + more, floor)
+    used = sum(int(sizes[pair]) for pair in chosen)
+    assert used <= least + more
+    assert min(counts(chosen, len(scores))) >= floor
+    outside = [int(size) for at, size in np.ndenumerate(sizes) if at not in set(chosen)]
+    assert not outside or least + more - used < min(outside)
+
+
+def test_mixed_sizes_leave_no_memory_unused_for_the_widest():
+    """Records of 2, 3 and 4 bits: 97 % of the budget are used at least. A reservation by the widest uses 75 %."""
+    rng = np.random.default_rng(3)
+    scores, bits = per_layer(rng.gamma(0.5, size=(40, 256))), rng.choice(BITS, size=(40, 256))
+    sizes = (bits * 1_000_000).astype(np.int64)
+    budget = int(0.4 * sizes.sum())
+    chosen = boot_set_of_bytes(scores, sizes, budget, 8)
+    assert sum(int(sizes[pair]) for pair in chosen) >= 0.97 * budget
+    assert total(scores, chosen) > total(scores, boot_set(scores, budget // int(sizes.max()), 8))
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    scores, sizes = np.full((2, 4), 0.25), np.full((2, 4), 10, dtype=np.int64)
+    with pytest.raises(ValueError, match="39 bytes are too few for 2 experts in each of 2 layers"):
+        boot_set_of_bytes(scores, sizes, 39, 2)
+    with pytest.raises(ValueError, match="record sizes"):
+        boot_set_of_bytes(scores, sizes[:1], 100, 2)
+
+
+def test_equal_sizes_are_planned_as_if_none_were_given():
+    rng = np.random.default_rng(5)
+    scores, before = per_layer(rng.gamma(0.5, size=(6, 32))), per_layer(rng.gamma(0.5, size=(6, 32)))
+    residents = boot_set(before, 90, 4)
+    sizes = np.full((6, 32), 7, dtype=np.int64)
+    assert swap_plan(scores, residents, 4, 1000, 0.0, sizes) == swap_plan(scores, residents, 4, 1000, 0.0)
