@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tided.cache.context import Context, ContextShape
 from tided.cache.pool import PAGE_TOKENS, Layout, Pool, Source, physical_rows, rows_between
-from tided.errors import UnavailableError
+from tided.errors import PairError, UnavailableError
 
 CPU = torch.device("cpu")
 LAYOUT = Layout((Source(2, 2), Source(6, 1)), head_dim=4, index_dim=2, dtype=torch.float32)
@@ -83,6 +83,7 @@ def test_no_page_is_lost_or_shared(moves):
         assert len(held) * PAGE_TOKENS + p.free_tokens == 2048
         assert all(c.position <= len(c.pages) * PAGE_TOKENS for c in lanes)
         assert all(c.page_table.tolist() == c.pages for c in lanes)
+        p.check(lanes)
 
 
 @pytest.mark.parametrize(("layer", "ratio"), [(2, 2), (6, 1)])
@@ -105,3 +106,55 @@ def test_rows_are_found_where_they_were_put(layer, ratio):
                 assert got.shape == (n - first, 4)
         with pytest.raises(ValueError, match="row 5 is not the first of a page"):
             rows_between(c, ratio, 5, 64, p.rows[layer])
+
+
+def fill(p, c, value):
+    for source in LAYOUT.sources:
+        rows = physical_rows(c, source.ratio, torch.arange(c.position // source.ratio))
+        p.rows[source.layer][rows] = value + torch.arange(len(rows)).unsqueeze(1).expand(-1, 4)
+        p.keys[source.layer][rows] = -value - torch.arange(len(rows)).unsqueeze(1).expand(-1, 2)
+
+
+def held(p, c) -> list[float]:
+    found = []
+    for source in LAYOUT.sources:
+        rows = physical_rows(c, source.ratio, torch.arange(c.position // source.ratio))
+        found += p.rows[source.layer][rows].flatten().tolist() + p.keys[source.layer][rows].flatten().tolist()
+    return found
+
+
+@given(st.lists(st.tuples(st.sampled_from(["open", "park", "resume", "close"]), st.integers(0, 3)), max_size=30))
+@settings(deadline=None, max_examples=40)
+def test_pages_that_leave_and_come_back_hold_what_they_held(moves):
+    p, lanes, parked = pool(1024), {}, {}
+    for turn, (move, lane) in enumerate(moves):
+        if move == "open" and lane not in lanes and lane not in parked and p.free_tokens >= 256:
+            lanes[lane] = context(lane)
+            p.grow([lanes[lane]], 200)
+            lanes[lane].position = 200
+            fill(p, lanes[lane], 1000.0 * turn)
+        elif move == "park" and lane in lanes:
+            c = lanes.pop(lane)
+            parked[lane] = (held(p, c), p.copied(c, 0, len(c.pages)))
+            p.release(c)
+        elif move == "resume" and lane in parked and p.free_tokens >= 256:
+            expected, parts = parked.pop(lane)
+            c = lanes[lane] = context(lane)
+            p.grow([c], 200)
+            p.put(c, 0, {name: part[:1] for name, part in parts.items()})
+            p.put(c, 1, {name: part[1:] for name, part in parts.items()})
+            c.position = 200
+            assert held(p, c) == expected
+        elif move == "close" and lane in lanes:
+            p.release(lanes.pop(lane))
+        p.check(lanes.values())
+
+
+def test_a_page_that_is_lost_or_held_twice_is_found():
+    p, one, two = pool(1024), context(0), context(1)
+    p.grow([one, two], 200)
+    with pytest.raises(PairError, match=r"pages \[2, 3\] of the context pool are lost"):
+        p.check([one])
+    two.pages[0] = one.pages[0]
+    with pytest.raises(PairError, match="held twice"):
+        p.check([one, two])
