@@ -59,6 +59,8 @@ def released_config() -> dict[str, Any]:
         dspark_target_layer_ids=[37, 38, 39],
         dspark_markov_rank=256,
         dspark_n_routed_experts=128,
+        dspark_num_experts_per_tok=3,
+        dspark_noise_token_id=128799,
     )
     config["vision_config"].update(num_hidden_layers=32, hidden_size=1024, intermediate_size=2816)
     return config

@@ -49,8 +49,7 @@ class Attention:
         q_latent = n.store(rms_norm(n.store(fp8_linear(x, self.wq_a, n.activation)), self.q_norm, self.eps))
         query = n.store(fp8_linear(q_latent, self.wq_b, n.activation)).view(len(x), -1, self.head_dim)
         query = n.store(rotate_(query, turn))
-        row = n.store(rms_norm(n.store(fp8_linear(x, self.wkv, n.activation)), self.kv_norm, self.eps))
-        row = n.window(n.store(rotate_(row, turn)))
+        row = self.window_row(x, turn)
         self.compress(step, x)
         if self.indexer is not None:
             self.indexer.select(step, x, q_latent)
@@ -59,6 +58,12 @@ class Attention:
         grouped = output.view(len(x), len(self.wo_a), -1)
         latent = n.store(by_row(lambda o: grouped_linear(o, self.wo_a), grouped))
         return fp8_linear(latent, self.wo_b, n.activation)
+
+    def window_row(self, x: Tensor, turn: Tensor) -> Tensor:
+        """x [T, D], turn its rotation -> [T, d]: key and value at once, as the window holds it."""
+        n = self.numerics
+        row = n.store(rms_norm(n.store(fp8_linear(x, self.wkv, n.activation)), self.kv_norm, self.eps))
+        return n.window(n.store(rotate_(row, turn)))
 
     def compress(self, step: Pass, x: Tensor) -> None:
         """Writes what x [T, D] adds to the global context, if this layer is a source."""
@@ -70,7 +75,7 @@ class Attention:
         if span.count == 1:
             return self._attend_one(span, query, row)
         windows, seen = self._windows(span, row)
-        self._keep(span.lane, span.start, row)
+        self.keep(span.lane, span.start, row)
         selected = None if self.source is None else span.selection
         size = self.window + (0 if selected is None else selected.places.shape[1])
         block = max(1, _ROW_ELEMENTS // (size * self.head_dim))
@@ -88,7 +93,7 @@ class Attention:
 
     def _attend_one(self, span: Span, query: Tensor, row: Tensor) -> Tensor:
         """One new row: the ring itself is the window, in the order of its places."""
-        self._keep(span.lane, span.start, row)
+        self.keep(span.lane, span.start, row)
         rows = span.lane.windows[self.layer, : span.end].unsqueeze(0).to(torch.float32)
         if self.source is None or span.selection is None:
             return self._softmax(query, rows, None)
@@ -105,7 +110,7 @@ class Attention:
         seen = (reach >= span.floor).unfold(0, self.window, 1)
         return torch.cat([past, row]).unfold(0, self.window, 1).transpose(1, 2), seen
 
-    def _keep(self, lane: Context, start: int, row: Tensor) -> None:
+    def keep(self, lane: Context, start: int, row: Tensor) -> None:
         """Puts the newest rows into the ring at their positions."""
         kept = row[-self.window :].to(lane.windows.dtype)
         if len(row) == 1:

@@ -73,6 +73,9 @@ class TextConfig(msgspec.Struct, frozen=True):
     dspark_target_layer_ids: tuple[int, ...]
     dspark_markov_rank: int
     dspark_n_routed_experts: int
+    dspark_num_experts_per_tok: int
+    dspark_block_size: int
+    dspark_noise_token_id: int
 
     @property
     def yarn(self) -> Yarn:
@@ -189,6 +192,21 @@ def _shape_rules(t: TextConfig) -> list[tuple[bool, str]]:
     ]
 
 
+def _drafter_rules(t: TextConfig) -> list[tuple[bool, str]]:
+    if not t.num_nextn_predict_layers:
+        return []
+    taps = t.dspark_target_layer_ids
+    return [
+        (bool(taps) and list(taps) == sorted(set(taps)), "dspark_target_layer_ids must rise"),
+        (t.dspark_block_size >= 1, "dspark_block_size must be at least 1"),
+        (0 <= t.dspark_noise_token_id < t.vocab_size, "dspark_noise_token_id is not in the vocabulary"),
+        (
+            1 <= t.dspark_num_experts_per_tok <= t.dspark_n_routed_experts,
+            "dspark_num_experts_per_tok must be between 1 and dspark_n_routed_experts",
+        ),
+    ]
+
+
 def _layer_rules(t: TextConfig) -> list[tuple[bool, str]]:
     blocks = t.num_hidden_layers + t.num_nextn_predict_layers
     if len(t.compress_ratios) != blocks:
@@ -209,6 +227,7 @@ def _layer_rules(t: TextConfig) -> list[tuple[bool, str]]:
             all(kv[0] <= layer and ratios[layer] == ratios[max(s for s in kv if s <= layer)] for layer in compressed),
             "a layer reads compressed rows of another ratio, or of no source",
         ),
+        *_drafter_rules(t),
         (t.candidate_source_layer_id == kv[-1], "candidate_source_layer_id must be the last of kv_source_layer_ids"),
         (len(t.engram_num_embeddings) == len(t.engram_layer_ids), "engram_num_embeddings and engram_layer_ids differ"),
         (list(t.engram_layer_ids) == sorted(set(t.engram_layer_ids)), "engram_layer_ids must rise"),

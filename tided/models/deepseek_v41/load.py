@@ -1,5 +1,7 @@
 """From a checkpoint to a rank's model."""
 
+from dataclasses import replace
+
 import torch
 
 from kernels.numerics import Numerics, numerics_of
@@ -11,6 +13,7 @@ from tided.experts.bank import ExpertBank
 from tided.models.deepseek_v41.attention import load_attention
 from tided.models.deepseek_v41.block import Block, load_hyper_connection
 from tided.models.deepseek_v41.config import Config, TextConfig, read_config
+from tided.models.deepseek_v41.drafter import load_drafter
 from tided.models.deepseek_v41.engram import load_engrams
 from tided.models.deepseek_v41.model import DeepseekV41, Shape
 from tided.models.deepseek_v41.moe import load_moe
@@ -84,6 +87,25 @@ def load(
     return model
 
 
+def with_drafter(model: DeepseekV41, checkpoint: Checkpoint, device: torch.device) -> DeepseekV41:
+    """The model with its drafter, whose windows stand in a context behind the layers' own. Raises ConfigError for a
+    checkpoint without one."""
+    t = read_config(checkpoint.config).text_config
+    if not t.num_nextn_predict_layers:
+        raise ConfigError("this checkpoint has no drafter", hint='set draft = "off" in [engine]')
+    weights, shape = Weights(checkpoint, model.group, device), model.context_shape
+    drafter = load_drafter(
+        checkpoint, weights, t, model.pool, model.rotations, model.numerics, model.embedded, model.head
+    )
+    checkpoint.unmap()
+    return replace(
+        model,
+        tapped=t.dspark_target_layer_ids,
+        drafter=drafter,
+        context_shape=replace(shape, layers=shape.layers + t.num_nextn_predict_layers),
+    )
+
+
 def _load_block(
     weights: Weights, t: TextConfig, layer: int, pool: Pool, rotations: Rotations, bank: ExpertBank, numerics: Numerics
 ) -> Block:
@@ -96,7 +118,7 @@ def _load_block(
         ffn_norm=at.plain("ffn_norm.weight"),
         eps=t.rms_norm_eps,
         attention=load_attention(at.under("attn"), t, layer, pool, rotations, numerics),
-        moe=load_moe(at.under("ffn"), t, layer, bank, numerics),
+        moe=load_moe(at.under("ffn"), t, layer, t.num_experts_per_tok, bank, numerics),
         group=weights.group,
         numerics=numerics,
     )

@@ -16,6 +16,7 @@ from tided.cache.pool import PAGE_TOKENS, Pool
 from tided.errors import ConfigError, ContextOverflowError
 from tided.models.base import LaneState
 from tided.models.deepseek_v41.block import Block
+from tided.models.deepseek_v41.drafter import Choose, Draft, Drafter
 from tided.models.deepseek_v41.engram import Engrams
 from tided.models.deepseek_v41.step import Rotations
 from tided.models.parallel import Group
@@ -55,6 +56,8 @@ class DeepseekV41:
     replay: Literal["full", "bounded"]
     group: Group
     numerics: Numerics
+    tapped: tuple[int, ...] = ()  # layers whose input the drafter watches
+    drafter: Drafter | None = None
 
     def open_lane(self, index: int) -> Context:
         context = Context(index, self.context_shape, self.norm.device)
@@ -115,6 +118,12 @@ class DeepseekV41:
     def check(self, lanes: Sequence[LaneState]) -> None:
         self.pool.check(map(_context, lanes))
 
+    def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose) -> Draft:
+        """What may follow anchors [R] int64, the tokens that come after the contexts. Changes nothing."""
+        if self.drafter is None:
+            raise ConfigError("this model was loaded without its drafter", hint="set draft in [engine]")
+        return self.drafter.propose([_context(lane) for lane in lanes], anchors, choose)
+
     @torch.inference_mode()
     def forward(self, lanes: list[Context], token_ids: Tensor, bounded: bool) -> Tensor:
         """token_ids [lanes, count] -> rows [T, D] before the final norm, T = lanes * count, or the last window of a
@@ -124,9 +133,10 @@ class DeepseekV41:
         self.pool.grow(lanes, count)
         step = self.rotations.begin(lanes, count)
         asked = self.engrams.ask(lanes, token_ids.cpu().numpy())
-        streams = self._embedded(token_ids.view(-1))
+        streams = self.embedded(token_ids.view(-1))
         pre = torch.zeros(streams.shape[:2], device=streams.device)
         pre[:, 0] = 1.0
+        taps: list[Tensor] = []
         for block in self.blocks:
             engram = self.engrams.layers.get(block.layer)
             if engram is not None:
@@ -137,7 +147,11 @@ class DeepseekV41:
                 kept = min(self.context_shape.window, count)
                 step = step.tail(kept, max(0, lanes[0].position + count - self.context_shape.window))
                 streams, pre = streams[-kept:], pre[-kept:]
+            if block.layer in self.tapped:
+                taps.append(self.numerics.store(streams.mean(1)))
             streams, pre = block.forward(step, streams, pre)
+        if self.drafter is not None:
+            self.drafter.watch(step, taps)
         for lane in lanes:
             lane.position += count
         return self.numerics.store(hyper.collapse(streams, pre))
@@ -148,7 +162,7 @@ class DeepseekV41:
         normed = self.numerics.store(rms_norm(rows, self.norm, self.eps))
         return self.group.concat(head.logits(normed, self.head))
 
-    def _embedded(self, token_ids: Tensor) -> Tensor:
+    def embedded(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> streams [T, S, D], all equal."""
         row = self.group.concat(self.embed[token_ids.to(self.embed.device)].to(torch.float32))
         return row.unsqueeze(1).repeat(1, self.blocks[0].hc_attn.streams, 1)

@@ -76,13 +76,14 @@ class Moe:
         return matmul(n.activation(n.store(hidden)), self.shared_w2)
 
 
-def load_moe(weights: Weights, t: TextConfig, layer: int, bank: ExpertBank, numerics: Numerics) -> Moe:
-    """`weights` at `layers.L.ffn`. The shared expert is cut like the routed ones, so that one sum serves both."""
+def load_moe(weights: Weights, t: TextConfig, layer: int, top_k: int, bank: ExpertBank, numerics: Numerics) -> Moe:
+    """`weights` at `layers.L.ffn`; `layer` counts those of the bank. The shared expert is cut like the routed ones, so
+    that one sum serves both."""
     inner = weights.cut(t.moe_intermediate_size)
     shared = weights.under("shared_experts")
     return Moe(
         layer,
-        t.num_experts_per_tok,
+        top_k,
         t.routed_scaling_factor,
         t.swiglu_limit,
         gate=weights.plain("gate.weight"),

@@ -1,0 +1,198 @@
+"""DSpark: the model's own drafter. From three layers' streams of the tokens computed so far, and one token more, it
+proposes a block of tokens at once.
+
+    watch      the rows of a pass: their taps become rows of the drafter's own windows
+    propose    an anchor that is drawn and not computed yet -> the tokens that may follow it, with a confidence each
+
+The rows of a block see the window and all of the block, in no order; only the Markov head makes each token depend on
+the one before. Nothing of a proposal is kept. The windows are the last rings of a `Context`, so whatever keeps or moves
+a context keeps them too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import head, hyper
+from kernels.linear import fp8_linear
+from kernels.norm import rms_norm
+from kernels.numerics import Numerics
+from kernels.record import ExpertRecord
+from kernels.rows import matmul
+from packers.shards import Checkpoint
+from tided.cache.context import Context
+from tided.cache.pool import Pool
+from tided.experts.bank import ExpertBank
+from tided.experts.source import CheckpointSource
+from tided.experts.tables import DemandTap, RoutingTables
+from tided.models.deepseek_v41.attention import Attention, load_attention
+from tided.models.deepseek_v41.block import Block, load_hyper_connection
+from tided.models.deepseek_v41.config import TextConfig
+from tided.models.deepseek_v41.moe import load_moe
+from tided.models.deepseek_v41.names import expert_names
+from tided.models.deepseek_v41.step import Pass, Rotations, Span
+from tided.models.deepseek_v41.weights import Weights
+from tided.models.parallel import Group
+
+# (place in the block, logits [R, V]) -> the tokens [R] int64 that are proposed there
+Choose = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """For R lanes and K places: ids [R, K] int64; logits [R, K, V] fp32, what each was chosen from; confidence [R, K]
+    fp32, raw: the larger, the likelier that the token and all before it are accepted."""
+
+    ids: Tensor
+    logits: Tensor
+    confidence: Tensor
+
+
+class DraftAttention(Attention):
+    """Rows of a block see the lane's window and each other, and leave nothing behind."""
+
+    def _attend(self, span: Span, query: Tensor, row: Tensor) -> Tensor:
+        """query [K, H, d], row [K, d] -> [K, H, d]"""
+        past = span.lane.windows[self.layer, : min(span.start, self.window)].to(torch.float32)
+        rows = torch.cat([past, row]).expand(span.count, -1, -1)
+        return self._softmax(query, rows, None)
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """One rank's part. `embed` gives streams [T, S, D] of token ids [T], `head` is this rank's rows of the output head;
+    both are the model's."""
+
+    size: int  # K, tokens of a block
+    noise_id: int  # stands for what a place behind the anchor knows of itself
+    main_proj: Tensor  # [D, taps * D]
+    main_norm: Tensor
+    blocks: tuple[Block, ...]
+    norm: Tensor
+    eps: float
+    markov_embed: Tensor  # [V, r]
+    markov_head: Tensor  # [V, r]
+    confidence: Tensor  # [1, D + r]
+    embed: Callable[[Tensor], Tensor]
+    head: Tensor  # [V / ranks, D]
+    rotations: Rotations
+    group: Group
+    numerics: Numerics
+
+    @torch.inference_mode()
+    def watch(self, step: Pass, taps: Sequence[Tensor]) -> None:
+        """taps, each [T, D]: the mean streams that entered the tapped layers, of the rows of a pass. Called before the
+        lanes move on."""
+        n = self.numerics
+        main = n.store(fp8_linear(torch.cat(list(taps), 1), self.main_proj, n.activation))
+        main = n.store(rms_norm(main, self.main_norm, self.eps))
+        for block in self.blocks:
+            rows = block.attention.window_row(main, step.plain)
+            for span in step.spans:
+                block.attention.keep(span.lane, span.start, rows[span.rows])
+
+    @torch.inference_mode()
+    def propose(self, lanes: list[Context], anchors: Tensor, choose: Choose) -> Draft:
+        """anchors [R] int64: the token of each lane that comes after its context."""
+        block = torch.full((len(lanes), self.size), self.noise_id, dtype=torch.int64, device=anchors.device)
+        block[:, 0] = anchors
+        step = self.rotations.begin(lanes, self.size)
+        streams = self.embed(block.view(-1))
+        pre = torch.zeros(streams.shape[:2], device=streams.device)
+        pre[:, 0] = 1.0
+        for one in self.blocks:
+            streams, pre = one.forward(step, streams, pre)
+        hidden = self.numerics.store(hyper.collapse(streams, pre))
+        return self._chosen(hidden.view(len(lanes), self.size, -1), anchors, choose)
+
+    def _chosen(self, hidden: Tensor, anchors: Tensor, choose: Choose) -> Draft:
+        """hidden [R, K, D] before the norm: the places one after another, each with the token before it."""
+        normed = self.numerics.store(rms_norm(hidden.flatten(0, 1), self.norm, self.eps))
+        base = self.group.concat(head.logits(normed, self.head)).view(*hidden.shape[:2], -1)
+        ids, logits, sure, before = [], [], [], anchors
+        for place in range(self.size):
+            known = self.markov_embed[before]
+            logits.append(base[:, place] + matmul(known, self.markov_head))
+            sure.append(matmul(torch.cat([hidden[:, place], known], 1), self.confidence))
+            before = choose(place, logits[-1])
+            ids.append(before)
+        return Draft(torch.stack(ids, 1), torch.stack(logits, 1), torch.cat(sure, 1))
+
+
+def load_drafter(
+    checkpoint: Checkpoint,
+    weights: Weights,
+    t: TextConfig,
+    pool: Pool,
+    rotations: Rotations,
+    numerics: Numerics,
+    embed: Callable[[Tensor], Tensor],
+    output_head: Tensor,
+) -> Drafter:
+    """`weights` at the root. The experts of its blocks are read into memory of their own, and never counted."""
+    first, last = weights.under("mtp.0"), weights.under(f"mtp.{t.num_nextn_predict_layers - 1}")
+    bank = _bank(checkpoint, t, weights.group, weights.device)
+    return Drafter(
+        t.dspark_block_size,
+        t.dspark_noise_token_id,
+        main_proj=first.fp8("main_proj"),
+        main_norm=first.plain("main_norm.weight"),
+        blocks=tuple(
+            _load_block(weights, t, block, pool, rotations, bank, numerics)
+            for block in range(t.num_nextn_predict_layers)
+        ),
+        norm=last.plain("norm.weight"),
+        eps=t.rms_norm_eps,
+        markov_embed=last.plain("markov_head.embed.weight"),
+        markov_head=last.plain("markov_head.head.weight"),
+        confidence=last.plain("confidence_head.proj.weight"),
+        embed=embed,
+        head=output_head,
+        rotations=rotations,
+        group=weights.group,
+        numerics=numerics,
+    )
+
+
+def _draft_expert_names(block: int, expert: int) -> tuple[str, ...]:
+    return expert_names(f"mtp.{block}", expert)
+
+
+def _bank(checkpoint: Checkpoint, t: TextConfig, group: Group, device: torch.device) -> ExpertBank:
+    """Every expert of every block, in order; what they are picked for is nobody's demand."""
+    blocks, experts = t.num_nextn_predict_layers, t.dspark_n_routed_experts
+    record = ExpertRecord(t.hidden_size, t.moe_intermediate_size, group.ranks)
+    source = CheckpointSource(
+        checkpoint, lambda block, expert: expert_names(f"mtp.{block}", expert), record, group.rank
+    )
+    slots = torch.zeros(blocks * experts, record.slot_bytes, dtype=torch.uint8)
+    tables, tap = RoutingTables(blocks, experts, device), DemandTap(1, blocks, experts, device)
+    tap.enabled = False
+    try:
+        for slot in range(len(slots)):
+            source.read(*divmod(slot, experts), slots[slot].numpy().data)
+    finally:
+        source.close()
+    tables.change({divmod(slot, experts): slot for slot in range(len(slots))})
+    return ExpertBank(record, slots.to(device), tables, tap)
+
+
+def _load_block(
+    weights: Weights, t: TextConfig, block: int, pool: Pool, rotations: Rotations, bank: ExpertBank, numerics: Numerics
+) -> Block:
+    at, layer = weights.under(f"mtp.{block}"), t.num_hidden_layers + block
+    attention = load_attention(at.under("attn"), t, layer, pool, rotations, numerics)
+    return Block(
+        layer,
+        hc_attn=load_hyper_connection(at, t, "attn"),
+        hc_ffn=load_hyper_connection(at, t, "ffn"),
+        attn_norm=at.plain("attn_norm.weight"),
+        ffn_norm=at.plain("ffn_norm.weight"),
+        eps=t.rms_norm_eps,
+        attention=DraftAttention(**vars(attention)),
+        moe=load_moe(at.under("ffn"), t, block, t.dspark_num_experts_per_tok, bank, numerics),
+        group=weights.group,
+        numerics=numerics,
+    )
