@@ -100,6 +100,7 @@ class ContextOverflowError(RequestError):
             param="messages",
         )
         self.context_tokens, self.prompt_tokens, self.max_tokens = context_tokens, prompt_tokens, max_tokens
+        self.counted = counted
 
 
 class QueueFullError(RequestError):

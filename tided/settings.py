@@ -200,6 +200,21 @@ class Server(Section, frozen=True):
     api_keys_file: Annotated[str, _doc("policy", "File with one API key a line; empty: anyone may ask.", path=True)] = (
         ""
     )
+    api_keys_credential: Annotated[
+        str, _doc("policy", "The same as a credential of the service manager, by its name (LoadCredential=).")
+    ] = ""
+    allow_open: Annotated[
+        bool, _doc("policy", "Listen without a key on an address that other machines reach; else a start is refused.")
+    ] = False
+    cors_origins: Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        _doc("policy", 'Web pages that may ask, by their origin ("https://chat.example"); "*": all. Empty: none.'),
+    ] = ()
+    model_aliases: Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...], _doc("policy", "Further names in the list of models.")
+    ] = ()
+    anthropic_stats: Annotated[bool, _doc("policy", "Add `x_engine_stats` to replies of /v1/messages.")] = False
+    metrics_open: Annotated[bool, _doc("policy", "Serve /metrics without a key.")] = False
     thinking: Annotated[bool, _doc("policy", "Whether the model thinks first when a request does not say.")] = True
     max_body_bytes: Annotated[int, _doc("policy", "Largest request body.", ge=1024, le=1 << 40)] = 64 << 20
     drain_s: Annotated[float, _doc("policy", "Longest wait for running requests at a stop.", ge=0, le=600)] = 30.0

@@ -60,7 +60,7 @@ async def serve(engine, tokenizer):
             await site.start()
             port = runner.addresses[0][1]
             session = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
-            return Server(session, port, engine, app[CONTEXT])
+            return Server(session, port, engine, app[CONTEXT], app)
 
         yield start
 

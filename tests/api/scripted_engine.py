@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 from tided.api.context import Context
 from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
@@ -127,6 +128,7 @@ class Server:
     port: int
     engine: ScriptedEngine
     context: Context
+    app: web.Application
 
     def post(self, body: Any, **options: Any) -> Any:
         data = body if isinstance(body, (bytes, str)) else json.dumps(body)

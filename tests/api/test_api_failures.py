@@ -170,7 +170,7 @@ async def test_nothing_of_a_conversation_is_logged(server, engine, caplog):
     assert len(records) >= 7
     assert secret not in caplog.text
     assert sum("/v1/chat/completions" in line for line in records) == 6
-    assert any("unknown path 404" in line for line in records)
+    assert any("route=unknown status=404" in line for line in records)
 
 
 async def test_one_line_a_request(server, engine, caplog):
@@ -179,19 +179,34 @@ async def test_one_line_a_request(server, engine, caplog):
         await server.ask(said("hi"), headers={"x-request-id": "mine"})
     [line] = [record.getMessage() for record in caplog.records if record.name == "tided.api"]
     prompt, answer = len(engine.request.prompt_ids), engine.answers[0].drawn + 1
-    assert line.startswith("mine POST /v1/chat/completions 200 ")
-    assert line.endswith(f"{engine.request.request_id} prompt {prompt} answer {answer} tokens stop")
+    pairs = dict(pair.split("=") for pair in line.split(" "))
+    assert float(pairs.pop("seconds")) >= 0
+    assert pairs == {
+        "request": "mine",
+        "method": "POST",
+        "route": "/v1/chat/completions",
+        "status": "200",
+        "answer": engine.request.request_id,
+        "prompt_tokens": str(prompt),
+        "cached_tokens": "0",
+        "answer_tokens": str(answer),
+        "ended": "stop",
+    }
 
 
 @pytest.mark.parametrize(
     ("play", "stream", "ending"),
     [
-        (lambda answer: answer.start().say("a").fail("rank 1 is silent"), True, "failed error engine_error"),
+        (lambda answer: answer.start().say("a").fail("rank 1 is silent"), True, "failed outcome=error_engine_error"),
         (lambda answer: answer.start().say("a").fail("rank 1 is silent"), False, "failed"),
-        (lambda answer: answer.start().say("a").finish("cancelled"), True, "cancelled error engine_unavailable"),
+        (
+            lambda answer: answer.start().say("a").finish("cancelled"),
+            True,
+            "cancelled outcome=error_engine_unavailable",
+        ),
         (lambda answer: answer.start().say("a").finish("length"), True, "length"),
         (lambda answer: answer.start().say("</think>a").finish(), True, "stop"),
-        (lambda answer: setattr(answer.start(), "over", True), True, "failed error engine_error"),
+        (lambda answer: setattr(answer.start(), "over", True), True, "failed outcome=error_engine_error"),
     ],
     ids=["failed", "failed whole", "cancelled", "length", "stop", "dropped"],
 )
@@ -201,7 +216,7 @@ async def test_the_log_says_how_an_answer_ended(server, engine, caplog, play, st
         async with server.post(said("hi", stream=stream)) as response:
             await response.read()
     [line] = [record.getMessage() for record in caplog.records if record.name == "tided.api"]
-    assert line.endswith(f" tokens {ending}")
+    assert line.endswith(f" ended={ending}")
 
 
 async def test_the_log_says_that_a_client_left(server, engine, caplog):
@@ -210,8 +225,8 @@ async def test_the_log_says_that_a_client_left(server, engine, caplog):
         await until(lambda: bool(engine.answers))
         writer.transport.abort()
         await until(lambda: any(record.name == "tided.api" for record in caplog.records))
-    assert caplog.messages[-1].endswith("tokens not finished client gone")
-    assert " 499 " in caplog.messages[-1]
+    assert caplog.messages[-1].endswith("ended=not_finished outcome=client_gone")
+    assert "status=499 " in caplog.messages[-1]
 
 
 BASE = json.dumps(

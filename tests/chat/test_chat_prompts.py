@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from encoding_cases import cases
 
-from tided.api.fields import Fields
 from tided.api.messages import parse_messages, parse_tools
 from tided.chat.deepseek_v41 import DEFAULT_EFFORT, EFFORT_BY_NAME, encode_prompt
+from tided.chat.fields import Fields
 from tided.chat.messages import Conversation, Message, Prompt, Tool, ToolCall
 
 CASES = cases("deepseek_v41_prompts.json")

@@ -286,7 +286,8 @@ RULES: list[tuple[str, Literal["error", "note"], str]] = [
     ("[parallel]\nheartbeat_s = 2\npeer_timeout_s = 3", "error", "dead after 3 s with a heartbeat each 2 s"),
     ("[parallel]\nkey_file = 'no.key'", "error", "there is no file "),
     ("[server]\napi_keys_file = 'no.txt'", "error", "there is no file "),
-    ("[server]\nhost = '0.0.0.0'", "note", "anyone who reaches 0.0.0.0 may ask"),
+    ("[server]\nhost = '0.0.0.0'", "error", "anyone who reaches 0.0.0.0 could ask"),
+    ("[server]\nhost = '0.0.0.0'\nallow_open = true", "note", "anyone who reaches 0.0.0.0 may ask"),
 ]
 
 

@@ -10,6 +10,7 @@ from tided.errors import RequestError
 
 # Long bodies that may be held at once, in bodies of the largest size. Short ones are bounded by their places.
 _LARGEST_BODIES = 4
+_DESKS = 64
 
 _NOT_READY = {"starting": "the model is still being loaded", "draining": "the server is shutting down"}
 
@@ -20,7 +21,7 @@ class Admission:
 
     def __init__(self, engine: Engine, queue: int, body_bytes: int) -> None:
         self._engine, self._queue, self._body_bytes = engine, queue, body_bytes
-        self.preparing = self.held_bytes = 0
+        self.preparing = self.at_desks = self.held_bytes = 0
 
     @contextmanager
     def place(self, declared_bytes: int | None) -> Iterator["Place"]:
@@ -35,6 +36,21 @@ class Admission:
             self.preparing -= 1
             self.held_bytes -= place.held_bytes
 
+    @contextmanager
+    def desk(self, declared_bytes: int | None) -> Iterator["Place"]:
+        """A place for work that needs no lane. Raises RequestError 429 or 413."""
+        self._check_size(declared_bytes)
+        if self.at_desks >= _DESKS:
+            raise _busy(f"{_DESKS} requests of this kind are on their way")
+        place = Place(self)
+        self.at_desks += 1
+        try:
+            place.hold(declared_bytes or 0)
+            yield place
+        finally:
+            self.at_desks -= 1
+            self.held_bytes -= place.held_bytes
+
     def check(self, declared_bytes: int | None) -> None:
         health = self._engine.health()
         if (state := health["state"]) != "ready":
@@ -43,6 +59,9 @@ class Admission:
         lanes = health["lanes"]
         if lanes["busy"] + health["queue"] + self.preparing >= lanes["total"] + self._queue:
             raise _busy(f"all places are taken ({lanes['total']} lanes, {self._queue} in the queue)")
+        self._check_size(declared_bytes)
+
+    def _check_size(self, declared_bytes: int | None) -> None:
         if (declared_bytes or 0) > self._body_bytes:
             raise TooLargeError(self._body_bytes)
         self.check_bytes(declared_bytes or 0)

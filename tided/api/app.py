@@ -1,4 +1,4 @@
-"""The HTTP application of rank 0. One engine, one model; every reply in OpenAI's shape."""
+"""The HTTP application of rank 0. One engine, one model; OpenAI's API and Anthropic's."""
 
 import hashlib
 import ipaddress
@@ -9,17 +9,19 @@ from contextlib import suppress
 from aiohttp import web
 
 from tided.api.admission import Admission
-from tided.api.auth import KeyRing
+from tided.api.anthropic import count, messages
+from tided.api.auth import KeyRing, key_file
 from tided.api.context import CONTEXT, Context
 from tided.api.json_text import to_json
 from tided.api.middleware import Handler, add_headers, expect, observe
 from tided.api.openai import chat_completions
 from tided.api.ports import Engine, Limits
 from tided.api.slots import Slots
-from tided.api.small_routes import health, model, models, numbers_of, root, trace
+from tided.api.small_routes import health, hello, model, models, numbers_of, root, trace
 from tided.chat.deepseek_v41 import REQUIRED_SPECIALS
 from tided.chat.tokenizer import Tokenizer
-from tided.settings import Settings
+from tided.errors import ConfigError
+from tided.settings import Server, Settings
 
 log = logging.getLogger("tided.api")
 
@@ -29,13 +31,14 @@ def build_app(
 ) -> web.Application:
     """`identity`: the checkpoint's content identity, part of the fingerprint that replies carry.
 
-    Raises ConfigError for an unusable key file, DataError for a tokenizer without the model's special tokens.
+    Raises ConfigError for an unusable key file and for an address that needs one, DataError for a tokenizer without
+    the model's special tokens.
     """
     tokenizer.require(REQUIRED_SPECIALS)
     limits = limits or Limits()
-    keys = KeyRing.load(settings.server.api_keys_file)
+    keys = KeyRing.load(key_file(settings.server))
     if keys.open and not _is_loopback(settings.server.host):
-        log.warning("anyone who reaches %s may ask: set server.api_keys_file", settings.server.host)
+        _refuse_open(settings.server)
     app = web.Application(middlewares=[observe])
     app[CONTEXT] = Context(
         engine=engine,
@@ -73,11 +76,14 @@ def build_runner(app: web.Application) -> web.AppRunner:
 def _add_routes(app: web.Application) -> None:
     _add(app, "GET", "/", root)
     _add(app, "GET", "/health", health)
+    _add(app, "GET", "/api/hello", hello)
     for prefix in ("/v1", "/v1/v1"):
         _add(app, "GET", f"{prefix}/models", models)
         app.router.add_get(prefix + "/models/{id:.+}", model)
         _add(app, "GET", prefix + "/requests/{id}/residency", trace)
         _add(app, "POST", f"{prefix}/chat/completions", chat_completions)
+        _add(app, "POST", f"{prefix}/messages", messages)
+        _add(app, "POST", f"{prefix}/messages/count_tokens", count)
 
 
 def _add(app: web.Application, method: str, path: str, handler: Handler) -> None:
@@ -87,6 +93,16 @@ def _add(app: web.Application, method: str, path: str, handler: Handler) -> None
             app.router.add_get(spelling, handler)
         else:
             app.router.add_route(method, spelling, handler, expect_handler=expect)
+
+
+def _refuse_open(server: Server) -> None:
+    if not server.allow_open:
+        raise ConfigError(
+            f"anyone who reaches {server.host} could ask",
+            where="server.host",
+            hint="Set server.api_keys_file, or server.allow_open where the network is yours alone.",
+        )
+    log.warning("anyone who reaches %s may ask, as server.allow_open says", server.host)
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,10 +5,10 @@ from typing import cast, get_args
 
 import msgspec
 
-from tided.api.fields import INT64_MAX, Fields, refuse
 from tided.api.messages import has_image, parse_messages, parse_tools
 from tided.api.thinking import resolve_thinking
 from tided.api.unbuilt import refuse_unbuilt
+from tided.chat.fields import INT64_MAX, Fields, refuse
 from tided.chat.messages import Conversation, Message
 from tided.engine.types import Fidelity, Sampling
 
@@ -41,7 +41,7 @@ def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fid
     options = body.fields("stream_options")
     return ChatRequest(
         conversation=_conversation(body, thinking),
-        sampling=_sampling(body, vocabulary_tokens),
+        sampling=sampling_of(body, vocabulary_tokens),
         max_tokens=_max_tokens(body),
         stops=_stops(body),
         stop_ids=_stop_ids(body, vocabulary_tokens),
@@ -53,7 +53,7 @@ def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fid
         show_reasoning=body.boolean("include_reasoning") is not False
         and body.fields("reasoning").boolean("exclude") is not True,
         show_stats=body.boolean("x_engine_stats") is not False,
-        fidelity=_fidelity(body, fidelity),
+        fidelity=fidelity_of(body, fidelity),
     )
 
 
@@ -89,7 +89,7 @@ def _continues(body: Fields, messages: tuple[Message, ...]) -> bool:
     return True
 
 
-def _sampling(body: Fields, vocabulary_tokens: int) -> Sampling:
+def sampling_of(body: Fields, vocabulary_tokens: int) -> Sampling:
     top_k = body.integer("top_k", -1) or 0
     seed = body.integer("seed", -INT64_MAX - 1)
     return Sampling(
@@ -101,7 +101,7 @@ def _sampling(body: Fields, vocabulary_tokens: int) -> Sampling:
     )
 
 
-def _fidelity(body: Fields, default: Fidelity) -> Fidelity:
+def fidelity_of(body: Fields, default: Fidelity) -> Fidelity:
     given = body.string("fidelity")
     if given is None:
         return default

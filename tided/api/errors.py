@@ -1,4 +1,4 @@
-"""Every refusal in OpenAI's shape: one line that says what is wrong, never a trace and never a path."""
+"""Every refusal in the shape of its API: one line that says what is wrong, never a trace and never a path."""
 
 import logging
 import traceback
@@ -8,7 +8,7 @@ from aiohttp import web
 
 from tided.api.json_text import to_json
 from tided.chat.text import shorten
-from tided.errors import RequestError, TideError
+from tided.errors import ContextOverflowError, RequestError, TideError
 
 log = logging.getLogger("tided.api")
 
@@ -56,10 +56,36 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
-def error_response(error: RequestError, retry_after_s: int) -> web.Response:
-    response = web.Response(
-        status=error.status, text=to_json(error_body(error)), content_type="application/json", charset="utf-8"
-    )
+# Anthropic's names of faults, by status; every other fault of a client is an invalid_request_error.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error_body(error: RequestError, request_id: str) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    message = shorten(_anthropic_message(error), 1000)
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def _anthropic_message(error: RequestError) -> str:
+    """Of a prompt that is too long in the words that clients look for: they shorten the conversation then. The
+    answer's length was lowered to the room left before, so it is the prompt alone."""
+    if not isinstance(error, ContextOverflowError):
+        return str(error)
+    most = error.context_tokens
+    prompt = error.prompt_tokens if error.counted else most + 1
+    return f"prompt is too long: {prompt} tokens > {most if prompt > most else most - 1} maximum"
+
+
+def error_response(error: RequestError, retry_after_s: int, body: dict[str, Any]) -> web.Response:
+    response = web.Response(status=error.status, text=to_json(body), content_type="application/json", charset="utf-8")
     if error.status in (429, 503):
         response.headers["x-should-retry"] = "true"
         response.headers["Retry-After"] = str(retry_after_s)

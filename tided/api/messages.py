@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tided.api.fields import Fields, refuse
+from tided.chat.fields import Fields, refuse
 from tided.chat.messages import Image, Message, Part, Role, Tool, ToolCall
 
 MAX_MESSAGES, MAX_PARTS, MAX_CALLS, MAX_TOOLS = 10_000, 10_000, 1_000, 512

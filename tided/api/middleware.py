@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import HttpVersion11, hdrs, web
 
 from tided.api.context import CONTEXT, NOTE, Note
-from tided.api.errors import as_request_error, error_response
+from tided.api.errors import anthropic_error_body, as_request_error, error_body, error_response
 from tided.api.ids import request_id
 from tided.errors import RequestError
 
@@ -16,7 +16,7 @@ log = logging.getLogger("tided.api")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_OPEN_PATHS = ("/", "/health", "/health/")
+_OPEN_PATHS = ("/", "/health", "/api/hello", "/expert-map")  # /expert-map: a page that asks for a key itself
 _CLIENT_GONE = 499
 
 
@@ -44,19 +44,38 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
             request[NOTE].key = context.keys.check(request.headers)
         return await handler(request)
     except Exception as error:
-        response = error_response(as_request_error(error), context.retry_after_s())
+        shown = as_request_error(error)
+        anthropic = is_anthropic(request)
+        body = anthropic_error_body(shown, request[NOTE].request_id) if anthropic else error_body(shown)
+        response = error_response(shown, context.retry_after_s(), body)
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
         return response
 
 
 def _is_open(request: web.Request) -> bool:
-    return request.path in _OPEN_PATHS and request.method in (hdrs.METH_GET, hdrs.METH_HEAD)
+    path = request.path.rstrip("/") or "/"
+    readable = path in _OPEN_PATHS or (path == "/metrics" and request.app[CONTEXT].settings.server.metrics_open)
+    return readable and request.method in (hdrs.METH_GET, hdrs.METH_HEAD)
+
+
+def is_anthropic(request: web.Request) -> bool:
+    """Whether a refusal is to have Anthropic's shape: by the path, known or not; the list of models serves two APIs."""
+    parts = request.path.strip("/").split("/")
+    while parts[:1] == ["v1"]:
+        parts = parts[1:]
+    return parts[:1] == ["messages"] or (parts[:1] == ["models"] and "anthropic-version" in request.headers)
+
+
+def _allowed_origin(request: web.Request) -> str:
+    """What the browser is told; nothing for a page that may not ask."""
+    origins, origin = request.app[CONTEXT].settings.server.cors_origins, request.headers.get(hdrs.ORIGIN, "")
+    return "*" if "*" in origins else origin if origin in origins else ""
 
 
 def _preflight(request: web.Request) -> web.Response:
     response = web.Response(status=204)
-    if request.app[CONTEXT].keys.open:
+    if _allowed_origin(request):
         response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS, HEAD"
         response.headers["Access-Control-Allow-Headers"] = request.headers.get("Access-Control-Request-Headers", "*")
         response.headers["Access-Control-Max-Age"] = "600"
@@ -64,12 +83,16 @@ def _preflight(request: web.Request) -> web.Response:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Headers of every reply, streams included. Pages of other origins may ask an open server only."""
+    """Headers of every reply, streams included."""
     if NOTE in request:
         response.headers["x-request-id"] = request[NOTE].request_id
-    if request.app[CONTEXT].keys.open:
-        response.headers["Access-Control-Allow-Origin"] = "*"
+        if is_anthropic(request):
+            response.headers["request-id"] = request[NOTE].request_id
+    if origin := _allowed_origin(request):
+        response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Access-Control-Expose-Headers"] = "x-request-id, request-id, retry-after"
+    if request.app[CONTEXT].settings.server.cors_origins:
+        response.headers["Vary"] = "Origin"
 
 
 async def expect(request: web.Request) -> None:
@@ -87,14 +110,20 @@ async def expect(request: web.Request) -> None:
 
 
 def _log(request: web.Request, note: Note, status: int, seconds: float) -> None:
-    """The route as the server knows it: a path that it does not know may hold anything."""
+    """name=value, values without blanks. The route as the server knows it: a path that it does not know may hold
+    anything."""
     resource = request.match_info.route.resource
-    route = resource.canonical if resource is not None else "unknown path"
-    line = f"{note.request_id} {request.method[:8]} {route} {status} {seconds:.3f} s"
+    route = resource.canonical if resource is not None else "unknown"
+    line = f"request={note.request_id} method={request.method[:8]} route={route} status={status} seconds={seconds:.3f}"
     if (generation := note.generation) is not None:
         request.app[CONTEXT].request_times_s.append(seconds)
         usage = generation.usage()
-        line += f" {generation.prepared.request.request_id}"
-        line += f" prompt {usage['prompt_tokens']} answer {usage['completion_tokens']} tokens"
-        line += f" {generation.ending}"
-    log.info("%s", " ".join(filter(None, (line, note.outcome, note.key))))
+        line += f" answer={generation.prepared.request.request_id} prompt_tokens={usage['prompt_tokens']}"
+        line += f" cached_tokens={usage['prompt_cache_hit_tokens']} answer_tokens={usage['completion_tokens']}"
+        line += f" ended={_value(generation.ending)}"
+    line += f" outcome={_value(note.outcome)}" if note.outcome else ""
+    log.info("%s", line + (f" key={note.key}" if note.key else ""))
+
+
+def _value(text: str) -> str:
+    return text.replace(" ", "_")

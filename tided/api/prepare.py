@@ -6,9 +6,9 @@ import msgspec
 
 from tided.api.body import parse_object
 from tided.api.chat_request import ChatRequest, parse_chat_request
-from tided.api.fields import Fields
 from tided.api.ids import new_id
 from tided.chat.deepseek_v41 import EOS, default_max_tokens, encode_prompt
+from tided.chat.fields import Fields
 from tided.chat.messages import Conversation, Prompt
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Request

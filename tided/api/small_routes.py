@@ -20,6 +20,11 @@ async def root(_: web.Request) -> web.Response:
     return _json({"status": "ok", "engine": "tidelm"})
 
 
+async def hello(_: web.Request) -> web.Response:
+    """What Claude Code warms its connection with."""
+    return _json({"status": "ok"})
+
+
 async def health(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     engine = dict(context.engine.health())
@@ -38,16 +43,19 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def models(request: web.Request) -> web.Response:
-    card = _card(request.app[CONTEXT])
-    page = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
-    return _json({"object": "list", "data": [card], **page})
+    """One shape that both vendors' clients read."""
+    context = request.app[CONTEXT]
+    cards = [_card(context, name) for name in _names(context)]
+    page = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
+    return _json({"object": "list", "data": cards, **page})
 
 
 async def model(request: web.Request) -> web.Response:
-    card = _card(request.app[CONTEXT])
-    if request.match_info["id"].rstrip("/") != card["id"]:
-        raise RequestError(f"The model served here is {card['id']}.", status=404, code="model_not_found", param="model")
-    return _json(card)
+    context, name = request.app[CONTEXT], request.match_info["id"].rstrip("/")
+    if name not in _names(context):
+        served = context.settings.model.served_name
+        raise RequestError(f"The model served here is {served}.", status=404, code="model_not_found", param="model")
+    return _json(_card(context, name))
 
 
 async def trace(request: web.Request) -> web.Response:
@@ -77,8 +85,11 @@ def _metas(hint: Any) -> tuple[Any, ...]:
     return getattr(hint, "__metadata__", ())
 
 
-def _card(context: Context) -> dict[str, Any]:
-    name = context.settings.model.served_name
+def _names(context: Context) -> list[str]:
+    return list(dict.fromkeys((context.settings.model.served_name, *context.settings.server.model_aliases)))
+
+
+def _card(context: Context, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",

@@ -2,8 +2,8 @@
 
 from typing import NoReturn
 
-from tided.api.fields import Fields, is_number
 from tided.chat.deepseek_v41 import DEFAULT_EFFORT, EFFORT_BY_NAME
+from tided.chat.fields import Fields, is_number
 
 _NAMES = "none, minimal, low, medium, high, xhigh, max or a number from 1 to 100"
 

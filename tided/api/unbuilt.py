@@ -1,6 +1,6 @@
 """Fields that would change an answer's content and that this server does not implement: refused, never ignored."""
 
-from tided.api.fields import Fields, refuse
+from tided.chat.fields import Fields, refuse
 
 
 def refuse_unbuilt(body: Fields) -> None:

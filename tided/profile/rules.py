@@ -116,9 +116,18 @@ def is_file(path: str) -> bool:
     return os.path.isfile(path)  # noqa: PTH113
 
 
-def _open_server(host: str, api_keys_file: str) -> str:
-    return "" if api_keys_file or _is_loopback(host) else f"anyone who reaches {host} may ask"
+def _open_server(host: str, api_keys_file: str, api_keys_credential: str, allow_open: bool) -> str:
+    closed = api_keys_file or api_keys_credential or _is_loopback(host)
+    return "" if closed or allow_open else f"anyone who reaches {host} could ask"
 
+
+def _opened_server(host: str, api_keys_file: str, api_keys_credential: str, allow_open: bool) -> str:
+    """What was allowed is said all the same."""
+    closed = api_keys_file or api_keys_credential or _is_loopback(host)
+    return f"anyone who reaches {host} may ask" if allow_open and not closed else ""
+
+
+_WHO_MAY_ASK = ("server.host", "server.api_keys_file", "server.api_keys_credential", "server.allow_open")
 
 RULES: tuple[Rule, ...] = (
     Rule(("cache.pool_tokens", "cache.context_tokens"), "cache.pool_tokens >= cache.context_tokens", _pool),
@@ -146,11 +155,11 @@ RULES: tuple[Rule, ...] = (
     Rule(("parallel.key_file",), "a key file that is named must be there", _file_exists),
     Rule(("server.api_keys_file",), "a key file that is named must be there", _file_exists),
     Rule(
-        ("server.host", "server.api_keys_file"),
-        "set server.api_keys_file when others can reach the address",
+        _WHO_MAY_ASK,
+        "set server.api_keys_file, or server.allow_open, when others can reach the address",
         _open_server,
-        "note",
     ),
+    Rule(_WHO_MAY_ASK, "set server.api_keys_file when others can reach the address", _opened_server, "note"),
 )
 
 

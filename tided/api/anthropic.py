@@ -1,0 +1,43 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from aiohttp import web
+
+from tided.api.anthropic_request import PreparedMessage, count_tokens, prepare_message
+from tided.api.anthropic_wire import MessageWire
+from tided.api.context import CONTEXT, NOTE
+from tided.api.exchange import answer_in_pieces, answer_whole, receive
+from tided.api.generation import Generation
+from tided.api.json_text import to_json
+from tided.api.slots import Alive
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    context, note = request.app[CONTEXT], request[NOTE]
+
+    def work(body: bytes | bytearray, alive: Alive) -> PreparedMessage:
+        return prepare_message(body, context.tokenizer, context.settings, context.context_tokens, alive)
+
+    with context.admission.place(request.content_length) as place:
+        message = await receive(request, context, place, work)
+        generation = Generation(context.engine, message.prepared, context.tokenizer, context.limits.keepalive_s)
+    note.generation = generation
+    wire = MessageWire(generation, message.model, note.request_id)
+    try:
+        if message.prepared.chat.stream:
+            return await answer_in_pieces(request, context, generation, wire, note)
+        return await answer_whole(context, generation, wire)
+    finally:
+        # Also when the client has gone: the handler is cancelled then, wherever it waits.
+        generation.close()
+
+
+async def count(request: web.Request) -> web.Response:
+    """Needs no lane, and answers while all are busy."""
+    context = request.app[CONTEXT]
+
+    def work(body: bytes | bytearray, alive: Alive) -> int:
+        return count_tokens(body, context.tokenizer, context.settings, alive)
+
+    with context.admission.desk(request.content_length) as place:
+        tokens = await receive(request, context, place, work)
+    return web.Response(text=to_json({"input_tokens": tokens}), content_type="application/json", charset="utf-8")

@@ -1,0 +1,289 @@
+"""The body of an Anthropic Messages request as a conversation.
+
+System text, messages and tools become what every model format renders from; what clients send for billing, caching or
+telemetry is left out, so that the same conversation is the same prompt.
+"""
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import msgspec
+
+from tided.chat.deepseek_v41 import DEFAULT_EFFORT, EFFORT_BY_NAME
+from tided.chat.fields import Fields, refuse
+from tided.chat.messages import Conversation, Image, Message, Part, Tool, ToolCall
+
+log = logging.getLogger("tided.chat")
+
+MAX_MESSAGES, MAX_BLOCKS, MAX_TOOLS = 10_000, 10_000, 512
+
+# Claude Code's first line of the system text: it is another one with every request.
+BILLING = "x-anthropic-billing-header:"
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+# A name stands unescaped between quotes in the model's call tags, which open with U+FF5C.
+_UNWRITABLE = re.compile(r'["｜\x00-\x1f\x7f]')
+
+
+def parse_conversation(body: Fields, thinking: bool, images: bool = False) -> Conversation:
+    """`thinking`: of a request that does not say; `images`: whether the model sees any. Raises RequestError."""
+    reader = _Reader(images)
+    messages = reader.messages(body)
+    system = reader.system(body)
+    on, effort = _thinking(body, thinking)
+    last = messages[-1]
+    return Conversation(
+        messages=((Message(role="system", parts=system), *messages) if system else messages),
+        tools=_tools(body),
+        thinking=on,
+        effort=effort,
+        continue_final=last.role == "assistant" and not last.calls,
+    )
+
+
+def max_calls(body: Fields) -> int | None:
+    return 1 if body.fields("tool_choice").boolean("disable_parallel_tool_use") else None
+
+
+class _Reader:
+    def __init__(self, images: bool) -> None:
+        self._images = images
+
+    def system(self, body: Fields) -> tuple[str, ...]:
+        given = body.get("system")
+        if given is None or isinstance(given, str):
+            return _filled(_without_billing(given or ""))
+        texts = [part for part in self._blocks(body, "system") if isinstance(part, str)]
+        return tuple(text for part in texts for text in _filled(_without_billing(part)))
+
+    def messages(self, body: Fields) -> tuple[Message, ...]:
+        given = body.array("messages", MAX_MESSAGES)
+        if not given:
+            refuse("messages", "expected an array of at least one message")
+        merged: list[Message] = []
+        for index, value in enumerate(given):
+            for message in self._message(value, f"messages[{index}]"):
+                before = merged[-1] if merged else None
+                if before and before.role == message.role and message.role in ("assistant", "system"):
+                    merged[-1] = _joined(before, message)
+                else:
+                    merged.append(message)
+        return tuple(merged)
+
+    def _message(self, value: Any, path: str) -> list[Message]:
+        if not isinstance(value, dict):
+            refuse(path, "expected an object")
+        fields = Fields(value, f"{path}.")
+        role = fields.get("role")
+        if role == "user":
+            return list(self._user(fields))
+        if role == "assistant":
+            return [self._assistant(fields)]
+        if role != "system":
+            fields.wrong("role", "user, assistant or system")
+        texts = [part for part in self._parts(fields) if isinstance(part, str)]
+        parts = tuple(text for part in texts for text in _filled(_without_billing(part)))
+        return [Message(role="system", parts=parts)] if parts else []
+
+    def _user(self, fields: Fields) -> Iterator[Message]:
+        """Text and tool results in their order: neighbours share a block of the prompt."""
+        content: list[Part | Message] = [*self._contents(fields)]
+        run: list[Part] = []
+        for entry in content:
+            if not isinstance(entry, Message):
+                run.append(entry)
+                continue
+            if run:
+                yield Message(role="user", parts=tuple(run))
+                run = []
+            yield entry
+        if run or not content:
+            yield Message(role="user", parts=tuple(run))
+
+    def _contents(self, fields: Fields) -> Iterator[Part | Message]:
+        for block in _content(fields):
+            if isinstance(block, str):
+                yield block
+            elif block.get("type") == "tool_result":
+                call_id = block.string("tool_use_id")
+                if call_id is None:
+                    refuse(block.param("tool_use_id"), "expected the id of a tool_use block")
+                yield Message(role="tool", parts=self._parts(block, optional=True), call_id=call_id)
+            else:
+                yield from self._part(block)
+
+    def _assistant(self, fields: Fields) -> Message:
+        parts: list[Part] = []
+        reasoning: list[str] = []
+        calls: list[ToolCall] = []
+        for block in _content(fields):
+            if isinstance(block, str):
+                parts.append(block)
+            elif block.get("type") == "thinking":
+                reasoning.append(_text(block, "thinking"))
+            elif block.get("type") == "tool_use":
+                calls.append(_call(block))
+            else:
+                parts += self._part(block)
+        return Message(role="assistant", parts=tuple(parts), reasoning="".join(reasoning), calls=tuple(calls))
+
+    def _parts(self, fields: Fields, optional: bool = False) -> tuple[Part, ...]:
+        """Text and images of `content`; empty texts say nothing."""
+        found: list[Part] = []
+        for block in _content(fields, optional):
+            found += [block] if isinstance(block, str) else self._part(block)
+        return tuple(found)
+
+    def _blocks(self, fields: Fields, name: str) -> list[Part]:
+        blocks = _as_blocks(fields, name)
+        return [part for block in blocks for part in self._part(block)]
+
+    def _part(self, block: Fields) -> list[Part]:
+        kind = block.get("type")
+        if kind == "text":
+            return list(_filled(_text(block, "text")))
+        if kind == "image":
+            return [self._image(block)]
+        if kind == "document":
+            return list(_filled(_document(block)))
+        if kind == "search_result":
+            return self._blocks(block, "content")
+        if not isinstance(kind, str):
+            block.wrong("type", "the type of a content block")
+        log.debug("a content block of an unknown type is left out")  # or reasoning that nobody can read
+        return []
+
+    def _image(self, block: Fields) -> Image:
+        source = block.fields("source")
+        if not self._images:
+            refuse(block.path[:-1], "images are not supported by this server", code="image_input_not_supported")
+        if source.get("type") == "url":
+            return Image(_text(source, "url"))
+        if source.get("type") != "base64":
+            source.wrong("type", "base64 or url")
+        return Image(f"data:{_text(source, 'media_type')};base64,{_text(source, 'data')}")
+
+
+def _content(fields: Fields, optional: bool = False) -> Iterator[str | Fields]:
+    given = fields.get("content")
+    if isinstance(given, str):
+        yield from _filled(given)
+    elif given is not None or not optional:
+        yield from _as_blocks(fields, "content")
+
+
+def _as_blocks(fields: Fields, name: str) -> Iterator[Fields]:
+    if not isinstance(fields.get(name), list):
+        fields.wrong(name, "a string or an array of content blocks")
+    for index, block in enumerate(fields.array(name, MAX_BLOCKS) or ()):
+        path = f"{fields.param(name)}[{index}]"
+        if not isinstance(block, dict):
+            refuse(path, "expected a content block")
+        yield Fields(block, f"{path}.")
+
+
+def _filled(text: str) -> tuple[str, ...]:
+    return (text,) if text else ()
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(BILLING) else text
+
+
+def _text(fields: Fields, name: str) -> str:
+    text = fields.string(name)
+    if text is None:
+        refuse(fields.param(name), "expected a string")
+    return text
+
+
+def _document(block: Fields) -> str:
+    source = block.fields("source")
+    if source.get("type") != "text":
+        refuse(source.param("type"), "only documents of plain text are supported")
+    return _text(source, "data")
+
+
+def _call(block: Fields) -> ToolCall:
+    name = _text(block, "name")
+    if not name:
+        refuse(block.param("name"), "expected the name of a tool")
+    given = block.fields("input").values
+    return ToolCall(id=_text(block, "id"), name=name, arguments=json.dumps(given, ensure_ascii=False))
+
+
+def _joined(first: Message, second: Message) -> Message:
+    return msgspec.structs.replace(
+        first,
+        parts=first.parts + second.parts,
+        reasoning=first.reasoning + second.reasoning,
+        calls=first.calls + second.calls,
+    )
+
+
+# What is asked of the model
+
+
+def _tools(body: Fields) -> tuple[Tool, ...]:
+    """The client's own tools; those that Anthropic's servers run are left out. None at all when none may be called."""
+    given = body.array("tools", MAX_TOOLS) or []
+    tools = [tool for index, value in enumerate(given) if (tool := _tool(value, f"tools[{index}]"))]
+    if doubled := [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]:
+        refuse("tools", f"the name {doubled[0]} is used twice")
+    return () if _choice(body, {tool.name for tool in tools}) == "none" else tuple(tools)
+
+
+def _choice(body: Fields, names: set[str]) -> str:
+    choice = body.fields("tool_choice")
+    kind = choice.get("type")
+    if kind not in (None, "auto", "any", "tool", "none"):
+        choice.wrong("type", "auto, any, tool or none")
+    if kind == "tool" and choice.string("name") not in names:
+        choice.wrong("name", "the name of one of the tools that this server can offer")
+    if kind in ("any", "tool"):
+        refuse(choice.param("type"), "a forced choice is not supported; send auto or none")
+    return str(kind or "auto")
+
+
+def _tool(value: Any, path: str) -> Tool | None:
+    if not isinstance(value, dict):
+        refuse(path, "expected a tool")
+    fields = Fields(value, f"{path}.")
+    kind = fields.string("type")
+    if kind not in (None, "custom"):
+        log.debug("tool %s runs on Anthropic's servers and is left out", path)
+        return None
+    name = fields.string("name")
+    if name is None or not _TOOL_NAME.fullmatch(name):
+        fields.wrong("name", "1 to 128 letters, digits or any of _ . : / -")
+    if fields.boolean("strict"):
+        refuse(fields.param("strict"), "strict tools are not supported yet; leave it out or send false")
+    description, schema = fields.string("description"), fields.fields("input_schema")
+    for parameter in schema.fields("properties").values:
+        if _UNWRITABLE.search(parameter):
+            refuse(schema.param("properties"), "a parameter's name holds a quote, a control character or U+FF5C")
+    shown: dict[str, Any] = {"name": name}
+    shown |= {"description": description} if description is not None else {}
+    return Tool(name=name, shown=shown | {"parameters": dict(schema.values)})
+
+
+def _thinking(body: Fields, default: bool) -> tuple[bool, int]:
+    """(thinking, effort 1..100). A budget is no hard limit here, and an effort from it would change the prompt."""
+    fields, output = body.fields("thinking"), body.fields("output_config")
+    fields.integer("budget_tokens", 1)
+    kind = fields.get("type")
+    if kind not in (None, "enabled", "adaptive", "disabled"):
+        fields.wrong("type", "enabled, adaptive or disabled")
+    effort = output.get("effort")
+    if effort is not None and effort not in _EFFORTS:
+        _unknown_effort(output)
+    on = kind != "disabled" if kind is not None else default or effort is not None
+    return on, DEFAULT_EFFORT if effort is None else EFFORT_BY_NAME[effort]
+
+
+def _unknown_effort(output: Fields) -> NoReturn:
+    output.wrong("effort", f"one of {', '.join(_EFFORTS)}")
