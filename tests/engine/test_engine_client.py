@@ -202,7 +202,11 @@ async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
     client = EngineClient(2, 2)
     client.attach(
         SimpleNamespace(
-            submit=lambda request: None, residency=RESIDENCY, seq=1, last_step_s=0.0, expert_reads={"source": "pack"}
+            submit=lambda request, guide=None: None,
+            residency=RESIDENCY,
+            seq=1,
+            last_step_s=0.0,
+            expert_reads={"source": "pack"},
         )
     )
 
@@ -236,7 +240,11 @@ async def test_steps_that_arrive_with_one_wake_up_are_counted_once(monkeypatch):
     client = EngineClient(2, 2)
     client.attach(
         SimpleNamespace(
-            submit=lambda request: None, residency=RESIDENCY, seq=1, last_step_s=0.0, expert_reads={"source": "pack"}
+            submit=lambda request, guide=None: None,
+            residency=RESIDENCY,
+            seq=1,
+            last_step_s=0.0,
+            expert_reads={"source": "pack"},
         )
     )
     answer = client.submit(request("a"))

@@ -105,6 +105,13 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bool(self.publish or self.promote or self.withdraw or self.load)
 
 
+class Mask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tokens that `lane` may draw in this step: a bit each, a byte's lowest bit first; beyond the end: none."""
+
+    lane: int
+    bits: bytes
+
+
 class Step(Message, frozen=True):
     """One step of the engine: releases, lanes that are parked and resumed, admissions, the change of the routable set,
     reads that begin, the work, snapshots. `seq` rises by one; `plan_version` counts the steps that changed who is
@@ -112,7 +119,7 @@ class Step(Message, frozen=True):
 
     `park`: lanes whose context leaves the pool for the disk; they keep their number. `resume`: lanes whose context
     every rank has read back. `forget`: tickets of recalls that are not wanted any more. `save`: lanes whose context,
-    after the work, becomes a snapshot of the prompt cache."""
+    after the work, becomes a snapshot of the prompt cache. `masks`: what lanes under a grammar may draw."""
 
     seq: int
     plan_version: int
@@ -126,6 +133,7 @@ class Step(Message, frozen=True):
     recall: list[Recall] = []
     forget: list[int] = []
     save: list[int] = []
+    masks: list[Mask] = []
 
 
 class Landed(Message, frozen=True):

@@ -24,6 +24,10 @@ def check_request(request: Request, limits: Limits, vocab_size: int) -> None:
             f"fidelity {request.fidelity} is off here: the profile has no slots for it (tide.sync_slots = 0)",
             param="fidelity",
         )
+    if any(not 0 <= token_id < vocab_size for token_id in request.sampling.logit_bias):
+        raise RequestError(f"a token id is not from 0 to {vocab_size - 1}", param="logit_bias")
+    if request.min_tokens < 0 or (request.logprobs or 0) < 0:
+        raise RequestError("min_tokens and logprobs are from 0 on", param="min_tokens")
     check_sampling(request.sampling)
 
 
@@ -33,5 +37,11 @@ def check_sampling(sampling: Sampling) -> None:
         value = getattr(sampling, name)
         if not math.isfinite(value) or value < 0:
             raise RequestError(f"{name} = {value} is not a finite number from 0 on", param=name)
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        value = getattr(sampling, name)
+        if not -2 <= value <= 2 or (name == "repetition_penalty" and value <= 0):
+            raise RequestError(f"{name} = {value} is out of range", param=name)
+    if not all(-100 <= value <= 100 for value in sampling.logit_bias.values()):
+        raise RequestError("a bias is not from -100 to 100", param="logit_bias")
     if not -(1 << 63) <= sampling.seed < 1 << 64:
         raise RequestError("seed must fit 64 bits", param="seed")

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from tided.engine.speed import DecodeSpeed
 from tided.engine.stats import Residency, rounded
 from tided.engine.trace import Traces, as_json
-from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
+from tided.engine.types import Event, Failed, Finished, Guide, Request, Started, Tokens
 from tided.errors import QueueFullError, RequestError
 
 State = Literal["starting", "ready", "draining", "fault"]
@@ -39,7 +39,7 @@ class EngineThread(Protocol):
     @property
     def seq(self) -> int: ...
 
-    def submit(self, request: Request) -> None: ...
+    def submit(self, request: Request, guide: Guide | None = None) -> None: ...
 
     def cancel(self, request_id: str) -> None: ...
 
@@ -61,6 +61,7 @@ class Answer(AsyncIterator[Event]):
         last = self._events[-1] if self._events else None
         if isinstance(event, Tokens) and isinstance(last, Tokens):
             last.token_ids.extend(event.token_ids)
+            last.logprobs.extend(event.logprobs)
         else:
             self._events.append(event)
         self.started |= isinstance(event, Started)
@@ -107,7 +108,7 @@ class EngineClient:
 
     # Called on the loop
 
-    def submit(self, request: Request) -> Answer:
+    def submit(self, request: Request, guide: Guide | None = None) -> Answer:
         """Queues the request. Raises at once, before any event: RequestError for one that cannot run, QueueFullError,
         RequestError 503 when not ready."""
         engine = self._ready()
@@ -115,7 +116,7 @@ class EngineClient:
             raise QueueFullError(self.waiting)
         if request.request_id in self._open:
             raise RequestError(f"request id {request.request_id} is in use", param="request_id")
-        engine.submit(request)
+        engine.submit(request, guide)
         self._idle.clear()
         answer = self._open[request.request_id] = Answer(self, request)
         return answer

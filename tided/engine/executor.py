@@ -11,9 +11,10 @@ from torch import Tensor
 from tided.cache.chain import Chain
 from tided.control.messages import Admission, Change, Decode, Prefill, Step
 from tided.engine.caching import Caching
+from tided.engine.logits import logprobs, shaped
 from tided.engine.ports import Residents
 from tided.engine.sampling import sample
-from tided.engine.types import Request
+from tided.engine.types import Request, TokenLogprob
 from tided.errors import PairError
 from tided.experts.fetch import UrgentReads
 from tided.experts.tables import DemandTap
@@ -33,13 +34,16 @@ class Lane:
     keys: Chain | None = None  # of the prompt, where snapshots are taken
     masks: set[int] = field(default_factory=set)  # of the routable sets that its prompt was computed under
     logits: Tensor | None = None  # restored with a whole prompt: its first token is to be drawn from them
+    drawn: list[int] = field(default_factory=list)  # the answer so far, where penalties count it
 
 
 @dataclass
 class Outcome:
-    """What a step made: (lane, token) in row order, the demand of a prompt that is complete, and the digest if due."""
+    """What a step made: (lane, token) in row order, the log probabilities of lanes that asked, in the same order, the
+    demand of a prompt that is complete, and the digest if due."""
 
     tokens: list[tuple[int, int]] = field(default_factory=list)
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     prompt_demand: Demand | None = None
     digest: str = ""
 
@@ -63,6 +67,7 @@ class Executor:
         self.plan_version = 0
         self.parts_ms: dict[str, float] = {}  # of the last step, for people
         self._device = tap.counts.device
+        self._masks: dict[int, bytes] = {}  # of the step in hand, by lane
         self._swaps_read: dict[int, bool] = {}  # reads under way: whether they are swaps
         self._history = hashlib.blake2b(digest_size=16)
 
@@ -82,6 +87,7 @@ class Executor:
         marks.append(time.perf_counter())
         outcome = Outcome()
         self.tap.begin_step()
+        self._masks = {mask.lane: mask.bits for mask in step.masks}
         if isinstance(step.work, Prefill):
             self._prefill(step.work, outcome)
         elif isinstance(step.work, Decode):
@@ -200,10 +206,25 @@ class Executor:
     def _draw(self, indices: list[int], logits: Tensor, outcome: Outcome) -> None:
         """logits [R, vocab], a row for each lane of `indices`."""
         lanes = [self.lanes[index] for index in indices]
-        tokens = sample(logits, [(lane.request.sampling, lane.state.position) for lane in lanes])
-        for lane, token in zip(lanes, tokens, strict=True):
+        from_ = self._shaped(indices, logits)
+        tokens = sample(from_, [(lane.request.sampling, lane.state.position) for lane in lanes])
+        for number, (index, lane, token) in enumerate(zip(indices, lanes, tokens, strict=True)):
             lane.token = token
+            if lane.request.sampling.penalised:
+                lane.drawn.append(token)
+            if lane.request.logprobs is not None:
+                outcome.logprobs.setdefault(index, []).append(logprobs(logits[number], token, lane.request.logprobs))
         outcome.tokens = list(zip(indices, tokens, strict=True))
+
+    def _shaped(self, indices: list[int], logits: Tensor) -> Tensor:
+        """logits [R, vocab], not changed -> [R, vocab]; the same tensor where no lane wants them otherwise."""
+        rows = []
+        for index, row in zip(indices, logits, strict=True):
+            lane = self.lanes[index]
+            tokens = lane.state.position - len(lane.request.prompt_ids)
+            rows.append(shaped(row, lane.request, lane.drawn, tokens, self._masks.get(index)))
+        plain = all(row.data_ptr() == given.data_ptr() for row, given in zip(rows, logits, strict=True))
+        return logits if plain else torch.stack(rows)
 
     def _digest(self) -> str:
         """Every token so far, the routable set and its slots as the tables hold them, reads under way, what was read

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from tided.control.messages import Recalled, Step, Stop
 from tided.engine.checks import check_request
@@ -21,7 +22,7 @@ from tided.engine.recall import Candidate, Recalls
 from tided.engine.scheduler import Scheduler
 from tided.engine.stats import Residency
 from tided.engine.trace import Traces
-from tided.engine.types import Event, Request
+from tided.engine.types import Event, Guide, Request
 from tided.errors import PairError, TideError
 from tided.tide.demand import RouterShape
 from tided.tide.hot import HotReads
@@ -32,6 +33,7 @@ Sink = Callable[[Sequence[Event]], None]
 class Submission(NamedTuple):
     request: Request
     submitted_s: float
+    guide: Guide | None = None
 
 
 class Cancellation(NamedTuple):
@@ -77,10 +79,10 @@ class LeaderEngine(Engine):
     def traces(self) -> Traces:
         return self.ledger.traces
 
-    def submit(self, request: Request) -> None:
-        """Raises RequestError, here and now, for one that could not run."""
+    def submit(self, request: Request, guide: Guide | None = None) -> None:
+        """Raises RequestError, here and now, for one that could not run. `guide`: the engine's own from here on."""
         check_request(request, self.scheduler.limits, self.executor.model.shape.vocab_size)
-        self._inbox.put_nowait(Submission(request, time.monotonic()))
+        self._inbox.put_nowait(Submission(request, time.monotonic(), guide))
 
     def cancel(self, request_id: str) -> None:
         self._inbox.put_nowait(Cancellation(request_id))
@@ -114,6 +116,8 @@ class LeaderEngine(Engine):
     def _next_step(self) -> Step | None:
         change, self._moved = self.motion.change()
         step = self.scheduler.next_step(change, bool(self._moved.swaps))
+        if step is not None and (masks := self.ledger.masks(step.work)):
+            step = structs.replace(step, masks=masks)
         for running in self.scheduler.failed:
             self.ledger.give_up(running)
         self.scheduler.failed.clear()

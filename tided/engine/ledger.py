@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
-from tided.control.messages import Decode, Prefill, Step
+from tided.control.messages import Decode, Mask, Prefill, Step
 from tided.engine.executor import Demand, Executor, Outcome
 from tided.engine.motion import Motion, Moved
 from tided.engine.ports import PairSwap, Pilot
 from tided.engine.scheduler import Running, Scheduler
 from tided.engine.stats import Picks, Reads, RequestStats, Residency, log_line
 from tided.engine.trace import Traces, Uses
-from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
+from tided.engine.types import Event, Failed, Finished, Guide, Request, Started, TokenLogprob, Tokens
 from tided.errors import PairError, RequestError
 from tided.experts.fetch import Waits
 from tided.experts.io import Priority
@@ -42,12 +42,13 @@ class Ledger:
         self._open: dict[str, RequestStats] = {}
         self.traces = Traces()
         self._prompt_mass: dict[int, Array] = {}  # by lane
+        self._guides: dict[str, Guide] = {}  # by request
 
     @property
     def open_ids(self) -> list[str]:
         return list(self._open)
 
-    def accept(self, request: Request, submitted_s: float) -> None:
+    def accept(self, request: Request, submitted_s: float, guide: Guide | None = None) -> None:
         if request.request_id in self._open:
             raise PairError(f"request {request.request_id} was submitted twice")
         try:
@@ -56,6 +57,17 @@ class Ledger:
             self.events.append(Failed(request.request_id, error.what))
         else:
             self._open[request.request_id] = RequestStats(request, submitted_s, self._motion.has_ring)
+            if guide is not None:
+                self._guides[request.request_id] = guide
+
+    def masks(self, work: Prefill | Decode | None) -> list[Mask]:
+        """What the lanes that this work draws a token for may draw."""
+        if not self._guides or work is None:
+            return []
+        lanes = [work.lane] if isinstance(work, Prefill) else work.lanes
+        guides = {lane: self._guides.get(self._scheduler.running[lane].request.request_id) for lane in lanes}
+        bits = {lane: guide.mask() for lane, guide in guides.items() if guide is not None}
+        return [Mask(lane, mask) for lane, mask in bits.items() if mask is not None]
 
     def begin(self, step: Step) -> None:
         """The step's admissions have their lanes."""
@@ -64,7 +76,7 @@ class Ledger:
             self.traces.began(admission.request.request_id, step.seq - 1, time.monotonic())
             stats.admitted(admission.lane, time.monotonic(), len(self._scheduler.running), self._reads())
             stats.cached_tokens = admission.restore.tokens if admission.restore else 0
-            self.events.append(Started(admission.request.request_id))
+            self.events.append(Started(admission.request.request_id, stats.cached_tokens))
         for lane in step.park:
             self._stats(lane).parked += 1
 
@@ -84,8 +96,9 @@ class Ledger:
                 self._prompt_done(stats, step.work.lane, outcome.prompt_demand)
             elif self._pilot:
                 self._chunk_done(self._pilot, stats, step.work)
+        told = {lane: iter(logprobs) for lane, logprobs in outcome.logprobs.items()}
         for lane, token in outcome.tokens:
-            self._token(lane, token, now_s)
+            self._token(lane, token, now_s, next(told[lane]) if lane in told else None)
         if isinstance(step.work, Decode) and self._pilot:
             self._step_done(self._pilot, step.work.lanes)
 
@@ -96,17 +109,23 @@ class Ledger:
             self._finish(request_id, "cancelled", found.lane if isinstance(found, Running) else None)
 
     def give_up(self, running: Running) -> None:
-        """The scheduler has no room for this request: it ends, and no other is touched."""
-        log.warning("request %s: %s", running.request.request_id, NO_ROOM)
+        """The scheduler has no room for this request."""
+        self._give_up(running, NO_ROOM)
+
+    def _give_up(self, running: Running, why: str) -> None:
+        """This request ends, and no other is touched."""
         name = running.request.request_id
+        log.warning("request %s: %s", name, why)
         self._take_demand(self._stats_of(running), running.lane)
         self.traces.ended(name, "failed", self._executor.seq, time.monotonic(), None)
         del self._open[name]
-        self.events.append(Failed(name, NO_ROOM))
+        self._guides.pop(name, None)
+        self.events.append(Failed(name, why))
 
     def fail(self, request_ids: Sequence[str], message: str) -> None:
         self.events += [Failed(request_id, message) for request_id in request_ids]
         self._open.clear()
+        self._guides.clear()
 
     def idle(self) -> None:
         """Nothing is asked for: the tide may plan."""
@@ -159,14 +178,19 @@ class Ledger:
             self._motion.hot.rebase(self._pilot.scores())
         self._motion.take_plan(swaps, reason)
 
-    def _token(self, lane: int, token: int, now_s: float) -> None:
+    def _token(self, lane: int, token: int, now_s: float, logprob: TokenLogprob | None) -> None:
         stats = self._stats(lane)
         request = stats.request
+        if (guide := self._guides.get(request.request_id)) is not None:
+            guide.advance(token)
+            if guide.error:
+                self._give_up(self._scheduler.finish(lane), f"the grammar cannot be followed: {guide.error}")
+                return
         stats.token(now_s)
         self._scheduler.drew(lane, 1)
         stopped = token in request.stop_ids
         if not stopped:
-            self.events.append(Tokens(request.request_id, [token]))
+            self.events.append(Tokens(request.request_id, [token], [] if logprob is None else [logprob]))
         if stopped or stats.completion_tokens >= request.max_tokens:
             self._scheduler.finish(lane)
             self._finish(request.request_id, "stop" if stopped else "length", lane)
@@ -180,6 +204,8 @@ class Ledger:
         uses = None if lane is None else Uses(*self._executor.tap.uses[:, lane].cpu().numpy().copy())
         self.traces.ended(request_id, reason, self._executor.seq, time.monotonic(), uses)
         report = stats.report(self.residency, time.monotonic(), self._reads())
+        guide = self._guides.pop(request_id, None)
+        report["grammar"] = {"active": guide is not None, "mask_ms": None if guide is None else 1e3 * guide.mask_s}
         log.info("%s", log_line(request_id, reason, report))
         prompt, completion = len(stats.request.prompt_ids), stats.completion_tokens
         self.events.append(Finished(request_id, reason, prompt, completion, report))

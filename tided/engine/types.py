@@ -1,6 +1,6 @@
 """What the loop and the engine say to each other. `api` and `chat` know the engine by these types only."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -9,17 +9,35 @@ Fidelity = Literal["fast", "balanced", "exact"]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is drawn. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+    """How the next token is drawn. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+
+    Before that the logits are changed (`engine.logits`): by `logit_bias` (token id -> what is added; -100 and less bans
+    the token), and by the penalties: `presence` and `frequency` count the answer's tokens, `repetition` divides what is
+    positive and multiplies what is negative, of the prompt's and the answer's tokens.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+
+    @property
+    def penalised(self) -> bool:
+        """Whether what may be drawn depends on what was drawn before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation. `max_tokens` is resolved and fits the context together with the prompt."""
+    """One generation. `max_tokens` is resolved and fits the context together with the prompt.
+
+    `min_tokens`: no stop id is drawn before. `logprobs`: how many of the likeliest tokens are told beside each drawn
+    one's log probability; None: nothing is told. `guided`: a `Guide` on rank 0 says what may be drawn.
+    """
 
     request_id: str
     prompt_ids: list[int]
@@ -27,19 +45,57 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_ids: tuple[int, ...]
     fidelity: Fidelity = "fast"
+    min_tokens: int = 0
+    logprobs: int | None = None
+    guided: bool = False
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether tokens may be verified several at once: what changes a draw must not depend on the one before."""
+        plain = not self.sampling.penalised and not self.sampling.logit_bias
+        return plain and not self.min_tokens and not self.guided and self.logprobs is None
+
+
+class Guide(Protocol):
+    """What a grammar lets a request draw. Made beside the loop, used by rank 0's engine thread alone."""
+
+    mask_s: float
+    """Seconds spent on masks so far."""
+
+    error: str
+    """Why it cannot go on; empty while it can."""
+
+    def mask(self) -> bytes | None:
+        """The tokens that may come next, a bit each, the lowest bit of a byte first; None: any."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """This token was drawn."""
+        ...
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The request has a lane; its prompt is being computed."""
+    """The request has a lane; its prompt is being computed, but for the tokens that a cache held."""
 
     request_id: str
+    cached_tokens: int = 0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural logarithms of the model's own distribution, before anything of `Sampling`. `top`: the likeliest tokens
+    and theirs, the likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """New tokens of an answer, in order; a stop id is not among them."""
+    """New tokens of an answer, in order; a stop id is not among them. `logprobs`: one for each, where asked for."""
 
     request_id: str
     token_ids: list[int]
+    logprobs: list[TokenLogprob] = []
 
 
 class Finished(msgspec.Struct, frozen=True):
