@@ -61,6 +61,7 @@ class Generation:
         self.ending = "not finished"
         self.stats: dict[str, Any] = {}
         self._engine_tokens: int | None = None
+        self._cached_tokens = 0
         self._engine = engine
         self._patience_s, self._cancelled_s = patience_s, math.inf
         self._events = engine.submit(prepared.request)
@@ -80,7 +81,9 @@ class Generation:
 
     def _read(self, event: Event) -> list[Delta]:
         match event:
-            case Started():
+            case Started(cached_tokens=cached_tokens):
+                # Of a context that was parked meanwhile the first beginning counts.
+                self._cached_tokens = self._cached_tokens if self.started else cached_tokens
                 self.started = True
                 return []
             case Tokens(token_ids=token_ids):
@@ -129,7 +132,7 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         prompt, completion = len(self.prepared.request.prompt_ids), self.completion_tokens
-        cached = int(self.stats.get("cached_tokens") or 0)
+        cached = self._cached_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
