@@ -20,6 +20,7 @@ from tided.control.messages import (
     Load,
     Prefill,
     Ready,
+    Recalled,
     Step,
     Stop,
     Swap,
@@ -198,6 +199,19 @@ def test_what_followers_have_read_is_heard_whenever_they_say_it(keys):
         while not heard and time.monotonic() < deadline_s:
             heard = leader.landed()
         assert heard == [1]
+
+
+def test_what_followers_have_read_back_is_heard_with_their_rank(keys):
+    with joined(3, keys) as (leader, (one, other)):
+        one.recalled(7, [0, 2], 2)
+        one.landed([1])
+        one.report(1, "a")
+        other.recalled(7, [], -1)
+        other.report(1, "a")
+        leader.compare(1, "a")
+        heard = sorted(leader.recalled(), key=lambda answer: answer.rank)
+        assert heard == [Recalled(1, 7, [0, 2], 2), Recalled(2, 7, [], -1)]
+        assert (leader.recalled(), leader.landed()) == ([], [1])
 
 
 def test_a_rank_tells_of_its_own_reads_only(keys):

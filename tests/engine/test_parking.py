@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as changed
 
-from tided.engine.scheduler import Limits, Scheduler
+from tided.cache.chain import chain
+from tided.engine.scheduler import Limits, Scheduler, worth_saving
 from tided.engine.types import Failed, Finished
+from tided.errors import PairError
 
 TIGHT = {"page_tokens": 4, "pool_tokens": 60, "context_tokens": 60, "park_tokens": 120, "lanes": 3, "queue": 8}
 
@@ -161,6 +163,27 @@ def test_any_traffic_ends_as_if_it_were_alone(traffic, pool, snapshots):
             alone = serve([changed(one)], pool_tokens=400)
             assert isinstance(end, Finished)
             assert found.tokens(one.request_id) == alone.tokens(one.request_id)
+
+
+def test_a_changed_last_line_of_a_long_prompt_reuses_nearly_all_of_it():
+    """A time stamp five tokens before the end of 14,336, in chunks of 1,024."""
+    prompt = [i % 500 for i in range(14_336)]
+    other = [*prompt[:-5], 501, *prompt[-4:]]
+    one, two = chain("s", prompt, 1024), chain("s", other, 1024)
+    saved = {one.chunks[i] for i in range(14) if worth_saving((i + 1) * 1024, len(prompt), 1024)}
+    hits = [(i + 1) * 1024 for i, key in enumerate(two.chunks) if key in saved]
+    assert max(hits) >= 0.85 * len(other)
+    assert one.whole != two.whole
+
+
+def test_a_rank_at_rest_may_keep_what_rank_0_waits_for():
+    """Another rank still reads: this one has told, and nothing comes for a while."""
+    found = bench()
+    found.engine.executor.caching._read[1] = object()
+    found.engine.executor.check()
+    found.engine._rested = False
+    with pytest.raises(PairError, match="kept for nobody"):
+        found.engine._rest()
 
 
 def test_drafts_count_as_growth():

@@ -169,7 +169,8 @@ def open_caching(opened: OpenedModel, model: Model, folder: Path | None) -> Cach
         "overlay": "",  # no build applies one yet
         "numerics": settings.model.numerics,
         "replay": settings.model.decoder_replay,
-        "page": model.page_tokens,
+        "page": [model.page_tokens, model.page_bytes],
+        "lane": lane_layout(model),
         "ranks": settings.parallel.ranks,
         "torch": str(torch.__version__),
         "processor": f"{device} {processor}",
@@ -187,6 +188,15 @@ def open_caching(opened: OpenedModel, model: Model, folder: Path | None) -> Cach
         return Caching(model, plan)
     except OSError as error:
         raise ConfigError(f"the caches cannot use {folder}: {error.strerror}", hint="set TIDE_STATE_DIR") from error
+
+
+def lane_layout(model: Model) -> dict[str, str]:
+    """What a context holds beside its pages: another drafter, window or dtype is another cache."""
+    lane = model.open_lane(0)
+    try:
+        return {name: f"{part.dtype} {list(part.shape)}" for name, part in model.lane_parts(lane).items()}
+    finally:
+        model.close_lane(lane)
 
 
 def check_budget(settings: Settings, shape: ModelShape) -> None:

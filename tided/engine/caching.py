@@ -184,16 +184,19 @@ class Caching:
         pages, state = _split(parts, PARKED)
         return self._model.restore_lane(index, tokens, state, [(0, pages)])
 
-    def check(self) -> None:
-        """Raises PairError unless the books of the caches agree and nothing is held for requests that are over."""
+    @property
+    def kept(self) -> int:
+        """Snapshots that were read back and wait for a lane."""
+        return len(self._read)
+
+    def check(self, parked: Sequence[int]) -> None:
+        """Raises PairError unless the books of the caches agree, and these lanes are the parked ones."""
         try:
             self.prefixes.check()
         except AssertionError as error:
             raise PairError(f"the prompt cache: {error}") from error
-        if self.parked.lanes or self._read:
-            raise PairError(
-                f"contexts of lanes {self.parked.lanes} and {len(self._read)} snapshots are kept for nobody"
-            )
+        if self.parked.lanes != sorted(parked):
+            raise PairError(f"contexts of lanes {self.parked.lanes} are parked, where {sorted(parked)} should be")
 
     def close(self) -> None:
         self.background.close()

@@ -108,7 +108,7 @@ class Executor:
     def check(self) -> None:
         """Raises PairError unless the books of expert memory, context pool and caches agree; for idle moments."""
         self.model.check([lane.state for lane in self.lanes.values() if not lane.parked])
-        self.caching.check()
+        self.caching.check([index for index, lane in self.lanes.items() if lane.parked])
         self.residents.check_integrity()
         if self.urgent is not None:
             self.urgent.check()

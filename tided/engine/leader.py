@@ -168,6 +168,8 @@ class LeaderEngine(Engine):
         self._rested = True
         if self.executor.lanes or self.scheduler.held_tokens:
             raise PairError(f"lanes {sorted(self.executor.lanes)} are held while no request runs")
+        if self.executor.caching.kept:
+            raise PairError(f"{self.executor.caching.kept} snapshots are kept for nobody")
         self.executor.check()
         self.ledger.idle()
         return self._next_step()
