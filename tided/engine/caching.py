@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tided.cache.background import Background
+from tided.cache.background import Background, private_folder
 from tided.cache.bundle import Parts
 from tided.cache.chain import Chain, chain
 from tided.cache.park import ParkedLanes
@@ -60,6 +60,9 @@ class Caching:
         self.plan, self._model = plan, model
         self.background = Background()
         folder = plan.folder
+        if folder is not None:
+            private_folder(folder.parent)
+            private_folder(folder)
         self.parked = ParkedLanes(folder / "parked" if folder else None, self.background)
         self.prefixes = PrefixCache(
             plan.ram_bytes, plan.disk_bytes, folder / "prefix" if folder else None, self.background
