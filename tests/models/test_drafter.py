@@ -8,7 +8,7 @@ from torch import Tensor
 
 from packers.shards import Checkpoint
 from tests.models.rig import CPU, GOLDEN, Threads, load_model
-from tided.models.deepseek_v41.drafter import Draft
+from tided.models.base import Draft
 from tided.models.deepseek_v41.load import with_drafter
 from tided.models.parallel import Group
 

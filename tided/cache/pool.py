@@ -6,7 +6,7 @@ a lane therefore serves all layers. Pages are taken as a context grows and come 
 here depends on a rank, so the page tables of all ranks stay equal."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,19 +70,24 @@ class Pool:
         """Pages that the context must take to hold `tokens` more."""
         return max(0, -(-(context.position + tokens) // PAGE_TOKENS) - len(context.pages))
 
-    def can_grow(self, contexts: list[Context], tokens: int) -> bool:
-        """Whether each of the contexts can hold `tokens` more, all at once."""
-        return sum(self.pages_missing(context, tokens) for context in contexts) <= len(self._free)
+    def can_grow(self, contexts: Sequence[Context], tokens: int | Sequence[int]) -> bool:
+        """Whether each of the contexts can hold `tokens` more (one number for all, or one each), all at once."""
+        return sum(map(self.pages_missing, contexts, _each(contexts, tokens))) <= len(self._free)
 
-    def grow(self, contexts: list[Context], tokens: int) -> None:
+    def grow(self, contexts: Sequence[Context], tokens: int | Sequence[int]) -> None:
         """Gives each context the pages for `tokens` more. Raises UnavailableError, changing nothing, when they lack."""
         if not self.can_grow(contexts, tokens):
+            wanted = sum(_each(contexts, tokens))
             raise UnavailableError(
-                f"the cache has {self.free_tokens} tokens free, {tokens} more for {len(contexts)} lanes do not fit",
+                f"the cache has {self.free_tokens} tokens free, {wanted} more for {len(contexts)} lanes do not fit",
                 hint="raise pool_tokens in [cache], or wait until a request ends",
             )
-        for context in contexts:
-            context.take([self._free.pop() for _ in range(self.pages_missing(context, tokens))])
+        for context, more in zip(contexts, _each(contexts, tokens), strict=True):
+            context.take([self._free.pop() for _ in range(self.pages_missing(context, more))])
+
+    def trim(self, context: Context) -> None:
+        """Takes back the pages behind a context's last token: of rows that were rejected."""
+        self._free.extend(reversed(context.give(-(-context.position // PAGE_TOKENS))))
 
     def release(self, context: Context) -> None:
         """The pages of a closed context may be taken again."""
@@ -111,6 +116,10 @@ class Pool:
         """Views [pages, values of a page] of all rows and keys."""
         both = (("rows", self.rows), ("keys", self.keys))
         return {f"{kind}.{n}": held.view(self.pages, -1) for kind, of in both for n, held in of.items()}
+
+
+def _each(contexts: Sequence[Context], tokens: int | Sequence[int]) -> Sequence[int]:
+    return [tokens] * len(contexts) if isinstance(tokens, int) else tokens
 
 
 def physical_rows(context: Context, ratio: int, rows: Tensor) -> Tensor:

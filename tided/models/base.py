@@ -1,9 +1,23 @@
 """What the engine asks of a model family. One module a family implements it; the engine knows nothing else of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
+
+# (place in the block, logits [R, V]) -> the tokens [R] int64 that are proposed there
+Choose = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """For R lanes and K places: ids [R, K] int64; logits [R, K, V] fp32, what each was chosen from; confidence [R, K]
+    fp32, raw: the larger, the likelier that the token and all before it are accepted."""
+
+    ids: Tensor
+    logits: Tensor
+    confidence: Tensor
 
 
 class ModelShape(Protocol):
@@ -54,9 +68,24 @@ class Model(Protocol):
         """Appends `token_ids` [T] int64 to the lane. Returns fp32 logits [1, vocab] ("last"), [T, vocab] ("all")."""
         ...
 
-    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
-        """Appends one token to each of R lanes. `token_ids` [R] int64 -> fp32 logits [R, vocab]. Rows are computed
-        bit-identically whatever other rows are beside them."""
+    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """Appends tokens to lanes: one each, or `counts` [lanes] of them. `token_ids` [R] int64, in the order of the
+        lanes -> fp32 logits [R, vocab]. Rows are computed bit-identically whatever other rows are beside them, and
+        as if each token had been a step of its own. A lane that took several must be told by `keep` how many of them
+        stay before it is used again."""
+        ...
+
+    def keep(self, lane: LaneState, rows: int) -> None:
+        """Of the tokens that the last `decode` appended to the lane only the first `rows` (at least one) ever came."""
+        ...
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most tokens that `propose` gives; 0: the model was loaded without a drafter."""
+        ...
+
+    def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose) -> Draft:
+        """What may follow anchors [R] int64, the tokens that come after the contexts of R lanes. Changes nothing."""
         ...
 
     def lane_parts(self, lane: LaneState) -> dict[str, Tensor]:

@@ -61,7 +61,10 @@ class Compressor:
             rows, gates = torch.cat([held.rows, rows]), torch.cat([held.gates, gates])
         whole = len(rows) - len(rows) % self.ratio
         if whole < len(rows):
-            span.lane.remainders[self.layer] = Remainder(rows[whole:].clone(), gates[whole:].clone())
+            left = Remainder(rows[whole:].clone(), gates[whole:].clone())
+            span.lane.remainders[self.layer] = left
+            if span.after is not None:
+                span.after.remainders[self.layer] = left
         return rows[:whole], gates[:whole]
 
     def _append(self, span: Span, first: int, latent: Tensor) -> None:

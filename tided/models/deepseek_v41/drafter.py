@@ -27,6 +27,7 @@ from tided.cache.pool import Pool
 from tided.experts.bank import ExpertBank
 from tided.experts.source import CheckpointSource
 from tided.experts.tables import DemandTap, RoutingTables
+from tided.models.base import Choose, Draft
 from tided.models.deepseek_v41.attention import Attention, load_attention
 from tided.models.deepseek_v41.block import Block, load_hyper_connection
 from tided.models.deepseek_v41.config import TextConfig
@@ -35,19 +36,6 @@ from tided.models.deepseek_v41.names import expert_names
 from tided.models.deepseek_v41.step import Pass, Rotations, Span
 from tided.models.deepseek_v41.weights import Weights
 from tided.models.parallel import Group
-
-# (place in the block, logits [R, V]) -> the tokens [R] int64 that are proposed there
-Choose = Callable[[int, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Draft:
-    """For R lanes and K places: ids [R, K] int64; logits [R, K, V] fp32, what each was chosen from; confidence [R, K]
-    fp32, raw: the larger, the likelier that the token and all before it are accepted."""
-
-    ids: Tensor
-    logits: Tensor
-    confidence: Tensor
 
 
 class DraftAttention(Attention):

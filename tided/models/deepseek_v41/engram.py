@@ -11,10 +11,11 @@ from kernels import engram
 from kernels.linear import fp8_linear
 from kernels.numerics import Numerics
 from packers.shards import Checkpoint
-from tided.cache.context import Context
+from tided.cache.context import After, Context
 from tided.models.deepseek_v41.config import TextConfig
 from tided.models.deepseek_v41.engram_rows import READERS, Asked, Table
 from tided.models.deepseek_v41.hashing import Hashing, layer_hashing
+from tided.models.deepseek_v41.step import Span
 from tided.models.deepseek_v41.weights import Weights
 
 Ints = NDArray[np.int64]
@@ -45,10 +46,15 @@ class Engrams:
     def __init__(self, layers: dict[int, Engram], vocabulary: Ints, ngram: int) -> None:
         self.layers, self._vocabulary, self._ngram = layers, vocabulary, ngram
 
-    def ask(self, lanes: list[Context], token_ids: Ints) -> dict[int, Asked]:
-        """token_ids [lanes, count]: begins the reads of all layers and moves the lanes' tails on."""
+    def ask(self, spans: list[Span], token_ids: Ints) -> dict[int, Asked]:
+        """token_ids [T] of a pass: begins the reads of all layers and moves the lanes' tails on."""
         compressed = self._vocabulary[token_ids]
-        histories = [_histories(lane, ids, self._ngram) for lane, ids in zip(lanes, compressed, strict=True)]
+        histories = []
+        for span in spans:
+            histories.append(_histories(span.lane, compressed[span.rows], self._ngram))
+            if span.lane.undo is not None:
+                span.after = After({}, span.lane.tail)
+                span.lane.undo.after.append(span.after)
         history = np.concatenate(histories)
         return {layer: part.table.ask(part.hashing.rows_of(history)) for layer, part in self.layers.items()}
 

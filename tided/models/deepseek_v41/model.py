@@ -1,6 +1,6 @@
 """The text path of DeepSeek-V4.1: prompt chunks and decode rows over paged context."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,11 +14,11 @@ from kernels.rows import ROWS
 from tided.cache.context import Context, ContextShape
 from tided.cache.pool import PAGE_TOKENS, Pool
 from tided.errors import ConfigError, ContextOverflowError
-from tided.models.base import LaneState
+from tided.models.base import Choose, Draft, LaneState
 from tided.models.deepseek_v41.block import Block
-from tided.models.deepseek_v41.drafter import Choose, Draft, Drafter
+from tided.models.deepseek_v41.drafter import Drafter
 from tided.models.deepseek_v41.engram import Engrams
-from tided.models.deepseek_v41.step import Rotations
+from tided.models.deepseek_v41.step import Pass, Rotations
 from tided.models.parallel import Group
 
 
@@ -79,16 +79,28 @@ class DeepseekV41:
             return None
         return self.logits(rows if logits == "all" else rows[-1:]).clone()  # an ordinary tensor again
 
-    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
-        """See `Model`. Taken in runs of at most ROWS lanes: within them kernels compute row by row."""
-        contexts = [_context(lane) for lane in lanes]
-        self._check_room(contexts, 1)
-        self.pool.grow(contexts, 1)
-        parts = []
-        for i in range(0, len(contexts), ROWS):
-            part = slice(i, i + ROWS)
-            parts.append(self.logits(self.forward(contexts[part], token_ids[part].view(-1, 1), bounded=False)))
+    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """See `Model`. Taken in runs of at most ROWS rows: within them kernels compute row by row."""
+        contexts, counts = [_context(lane) for lane in lanes], counts or [1] * len(lanes)
+        self._check_room(contexts, counts)
+        self.pool.grow(contexts, counts)
+        for context, count in zip(contexts, counts, strict=True):
+            if count > 1:
+                context.begin_block(count)
+        parts, first = [], 0
+        for part in runs(counts):
+            count = sum(counts[part])
+            step = self.rotations.rows(contexts[part], counts[part])
+            parts.append(self.logits(self.run(step, token_ids[first : first + count], bounded=False)))
+            first += count
         return torch.cat(parts)  # outside inference mode: an ordinary tensor
+
+    def keep(self, lane: LaneState, rows: int) -> None:
+        """See `Model`."""
+        context = _context(lane)
+        if context.undo is not None:
+            context.keep(rows)
+            self.pool.trim(context)
 
     @property
     def page_tokens(self) -> int:
@@ -118,6 +130,10 @@ class DeepseekV41:
     def check(self, lanes: Sequence[LaneState]) -> None:
         self.pool.check(map(_context, lanes))
 
+    @property
+    def draft_tokens(self) -> int:
+        return 0 if self.drafter is None else self.drafter.size
+
     def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose) -> Draft:
         """What may follow anchors [R] int64, the tokens that come after the contexts. Changes nothing."""
         if self.drafter is None:
@@ -129,11 +145,15 @@ class DeepseekV41:
         """token_ids [lanes, count] -> rows [T, D] before the final norm, T = lanes * count, or the last window of a
         chunk when `bounded`. Moves the lanes on."""
         count = token_ids.shape[1]
-        self._check_room(lanes, count)
+        self._check_room(lanes, [count] * len(lanes))
         self.pool.grow(lanes, count)
-        step = self.rotations.begin(lanes, count)
-        asked = self.engrams.ask(lanes, token_ids.cpu().numpy())
-        streams = self.embedded(token_ids.view(-1))
+        return self.run(self.rotations.begin(lanes, count), token_ids.view(-1), bounded)
+
+    @torch.inference_mode()
+    def run(self, step: Pass, token_ids: Tensor, bounded: bool) -> Tensor:
+        """token_ids [T] of the pass, whose lanes have the pages. Otherwise as `forward`."""
+        asked = self.engrams.ask(step.spans, token_ids.cpu().numpy())
+        streams = self.embedded(token_ids)
         pre = torch.zeros(streams.shape[:2], device=streams.device)
         pre[:, 0] = 1.0
         taps: list[Tensor] = []
@@ -144,16 +164,17 @@ class DeepseekV41:
             if bounded and block.layer == self.last_kv_source:
                 # The rows left behind still owe the global context, and nothing else.
                 block.attention.compress(step, block.attention_input(streams, pre))
-                kept = min(self.context_shape.window, count)
-                step = step.tail(kept, max(0, lanes[0].position + count - self.context_shape.window))
+                window, (span,) = self.context_shape.window, step.spans
+                kept = min(window, span.count)
+                step = step.tail(kept, max(0, span.end - window))
                 streams, pre = streams[-kept:], pre[-kept:]
             if block.layer in self.tapped:
                 taps.append(self.numerics.store(streams.mean(1)))
             streams, pre = block.forward(step, streams, pre)
         if self.drafter is not None:
             self.drafter.watch(step, taps)
-        for lane in lanes:
-            lane.position += count
+        for span in step.spans:
+            span.lane.position = span.end
         return self.numerics.store(hyper.collapse(streams, pre))
 
     @torch.inference_mode()
@@ -167,10 +188,21 @@ class DeepseekV41:
         row = self.group.concat(self.embed[token_ids.to(self.embed.device)].to(torch.float32))
         return row.unsqueeze(1).repeat(1, self.blocks[0].hc_attn.streams, 1)
 
-    def _check_room(self, lanes: list[Context], tokens: int) -> None:
-        for lane in lanes:
+    def _check_room(self, lanes: list[Context], counts: Sequence[int]) -> None:
+        for lane, tokens in zip(lanes, counts, strict=True):
             if lane.position + tokens > self.context_tokens:
                 raise ContextOverflowError(self.context_tokens, lane.position, tokens)
+
+
+def runs(counts: Sequence[int]) -> Iterator[slice]:
+    """Consecutive lanes that have ROWS rows together, or a lane that alone has more."""
+    first, rows = 0, 0
+    for i, count in enumerate(counts):
+        if i > first and rows + count > ROWS:
+            yield slice(first, i)
+            first, rows = i, 0
+        rows += count
+    yield slice(first, len(counts))
 
 
 def _context(lane: LaneState) -> Context:

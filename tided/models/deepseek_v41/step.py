@@ -1,7 +1,9 @@
 """What one forward pass works on: rows of one or more lanes, their positions and rotations, and the selections so far.
 
-A pass is either a chunk of one lane's prompt or one row of each of several lanes. Rows of all lanes go through the
-dense parts together; attention takes them a span at a time."""
+A pass is either a chunk of one lane's prompt or one or a few rows of each of several lanes. Rows of all lanes go
+through the dense parts together; attention takes them a span at a time. Rows that are decoded are a span each, in
+order: a lane's second row then finds ring, compressed rows and selection as if the first had been a step of its own,
+and has the same bits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.rope import frequencies, rotation
-from tided.cache.context import Context
+from tided.cache.context import After, Context
 from tided.models.deepseek_v41.config import TextConfig
 
 
@@ -35,6 +37,7 @@ class Span:
     floor: int = 0
     selection: Selection | None = None  # of the last index source
     candidates: Tensor | None = None  # [T, blocks] int32: what the layers behind may choose from; None: no limit
+    after: After | None = None  # of a row that may be taken back; remainders come as layers write
 
     @property
     def end(self) -> int:
@@ -82,11 +85,18 @@ class Rotations:
         self._compressed = frequencies(t.qk_rope_head_dim, t.compress_rope_theta, t.yarn).to(device)
 
     def begin(self, lanes: Sequence[Context], count: int) -> Pass:
-        """A pass of `count` rows of each lane, from where it stands."""
+        """A pass of `count` rows of each lane, a span each, from where it stands."""
+        return self._pass([Span(lane, lane.position, i * count, count) for i, lane in enumerate(lanes)])
+
+    def rows(self, lanes: Sequence[Context], counts: Sequence[int]) -> Pass:
+        """A pass of so many rows of each lane, each row a span, from where it stands."""
+        at = [(lane, lane.position + i) for lane, count in zip(lanes, counts, strict=True) for i in range(count)]
+        return self._pass([Span(lane, start, first, 1) for first, (lane, start) in enumerate(at)])
+
+    def _pass(self, spans: list[Span]) -> Pass:
         device = self._plain.device
-        spans = [Span(lane, lane.position, i * count, count) for i, lane in enumerate(lanes)]
         positions = torch.cat([torch.arange(span.start, span.end, device=device) for span in spans])
-        lane_of_row = torch.tensor([lane.index for lane in lanes], device=device).repeat_interleave(count)
+        lane_of_row = torch.tensor([span.lane.index for span in spans for _ in range(span.count)], device=device)
         plain = rotation(positions, self._plain)
         compressed = rotation(positions, self._compressed)
         return Pass(spans, positions, lane_of_row, plain, compressed)
