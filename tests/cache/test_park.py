@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tided.cache import bundle
 from tided.cache.background import Background
 from tided.cache.park import ParkedLanes
 
@@ -43,6 +44,21 @@ def test_back_before_it_was_written(tmp_path, background):
         assert parked.load(0), turn
         assert same(parked.take(0))
     assert background.flush(30)
+    assert files(tmp_path) == []
+
+
+def test_back_while_it_is_written(tmp_path, background, monkeypatch):
+    """The lane is asked for in the middle of the write, when its context is still in memory."""
+    parked, real = ParkedLanes(tmp_path / "parked", background), bundle.write
+
+    def write(path, pieces):
+        real(path, pieces)
+        assert parked.load(0)
+
+    monkeypatch.setattr(bundle, "write", write)
+    parked.park(0, 9, PARTS)
+    assert background.flush(30)
+    assert same(parked.take(0))
     assert files(tmp_path) == []
 
 

@@ -175,6 +175,20 @@ def test_too_much_that_waits_is_not_written(tmp_path, background, caplog, monkey
     assert "too much waits" in caplog.text
 
 
+def test_pages_that_went_before_the_write_are_a_miss(tmp_path, background, caplog, monkeypatch):
+    cache, jobs = disk(tmp_path, background), []
+    save(cache, IDS[:8])
+    assert background.flush(30)
+    monkeypatch.setattr(background, "write", lambda nbytes, job: jobs.append(job) or True)
+    key = save(cache, IDS)  # counts on the pages of the first
+    gone = cache._disk.remove(chain("s", IDS, CHUNK).chunks[1])
+    cache._forget(gone)
+    cache._unlink(gone)
+    jobs[0]()
+    assert not cache.holds(key)
+    cache.check()
+
+
 def test_no_text_and_no_token_is_in_a_name_or_a_line(tmp_path, background, caplog):
     with caplog.at_level(logging.DEBUG):
         save(disk(tmp_path, background), [123456789] * 12)

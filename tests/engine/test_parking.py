@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as changed
 
 from tided.cache.chain import chain
+from tided.engine.caching import CachePlan, Caching
 from tided.engine.scheduler import Limits, Scheduler, worth_saving
 from tided.engine.types import Failed, Finished
 from tided.errors import PairError
@@ -184,6 +185,19 @@ def test_a_rank_at_rest_may_keep_what_rank_0_waits_for():
     found.engine._rested = False
     with pytest.raises(PairError, match="kept for nobody"):
         found.engine._rest()
+
+
+@pytest.mark.parametrize(("strict", "kept"), [(True, 1), (False, 3)])
+def test_a_prompt_whose_set_changed_on_the_way_is_no_strict_snapshot(strict, kept):
+    found = bench(lanes=1, snapshots=True)
+    executor = found.engine.executor
+    plan = CachePlan(seed="s", chunk_tokens=8, ram_bytes=1 << 20, strict=strict)
+    caching = executor.caching = Caching(found.model, plan)
+    found.submit(request("a", prompt=20, max_tokens=2))
+    found.turn()
+    executor.residents.mask_hash = 7
+    found.finish()
+    assert len(caching.prefixes._states) == kept
 
 
 def test_drafts_count_as_growth():
