@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from tided.api.context import Context
-from tided.engine.types import Event, Failed, Finished, Request, Started, Tokens
+from tided.engine.types import Event, Failed, Finished, Guide, Request, Started, Tokens
 from tided.errors import RequestError
 from tided.settings import Cache, Experts, Model, Settings
 from tided.settings import Server as ServerSettings
@@ -82,7 +82,7 @@ class ScriptedEngine:
 
         self.play = play
 
-    def submit(self, request: Request) -> ScriptedAnswer:
+    def submit(self, request: Request, guide: Guide | None = None) -> ScriptedAnswer:
         if self.refusal is not None:
             raise self.refusal
         answer = ScriptedAnswer(request, self.ids)

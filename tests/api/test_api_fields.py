@@ -13,6 +13,8 @@ from scripted_engine import said, settings_with
 
 from tided.api.body import MOST_VALUES, count_values, decompressed
 from tided.api.prepare import prepare
+from tided.chat.deepseek_v41 import EOS
+from tided.chat.grammar import Grammars
 from tided.errors import RequestError
 from tided.settings import Tide
 
@@ -105,22 +107,25 @@ async def test_wrong_values_are_named(server, fields):
 @pytest.mark.parametrize(
     ("fields", "param", "hint"),
     [
-        ({"n": 2}, "n", "one answer"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-        ({"frequency_penalty": -0.5}, "frequency_penalty", "not supported"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
-        ({"logprobs": True}, "logprobs", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "only text"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type", "only text"),
-        ({"logit_bias": {"1": 2}}, "logit_bias", "not supported"),
+        ({"n": 5}, "n", "1 to 4"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+            "schema",
+        ),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1", "-100 to 100"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "token ids"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "grammar"),
         ({"modalities": ["text", "audio"]}, "modalities", "only text"),
         ({"audio": {"voice": "x"}}, "modalities", "only text"),
         ({"functions": [{}]}, "functions", "use tools"),
         ({"function_call": "auto"}, "function_call", "use tools"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "none or auto"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "none or auto"),
-        ({"min_tokens": 3}, "min_tokens", "not supported"),
-        ({"separate_reasoning": False}, "separate_reasoning", "field of its own"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name", "name of a function"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", "no tool h"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.tools", "at least one"),
         ({"add_generation_prompt": False}, "add_generation_prompt", "continue_final_message"),
     ],
     ids=str,
@@ -225,7 +230,7 @@ async def test_text_that_spells_special_tokens_stays_text(server, engine, tokeni
         ([{"type": "function", "function": {"name": 'a"b'}}], "tools[0].function.name"),
         ([TOOL, TOOL], "twice"),
         ([{"type": "web_search"}], "only tools of type function"),
-        ([{"type": "function", "function": {"name": "f", "strict": True}}], "strict"),
+        ([{"type": "function", "function": {"name": "f", "strict": 1}}], "strict"),
         ([{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a｜": {}}}}}], "U+FF5C"),
         ([{"type": "function", "function": {"name": "f", "parameters": []}}], "parameters"),
         ([TOOL] * 513, "512"),
@@ -545,4 +550,5 @@ async def test_a_fidelity_that_there_is_not_is_refused_by_name(server, value):
 def test_a_request_that_does_not_say_gets_the_profiles_fidelity(tokenizer):
     body = json.dumps(said("hi")).encode()
     settings = replace(settings_with(), tide=Tide(fidelity="balanced"))
-    assert prepare(body, tokenizer, settings, 4096, lambda: None).request.fidelity == "balanced"
+    prepared = prepare(body, tokenizer, settings, 4096, lambda: None, Grammars(tokenizer, EOS))
+    assert prepared.request.fidelity == "balanced"

@@ -18,7 +18,8 @@ from tided.api.openai import chat_completions
 from tided.api.ports import Engine, Limits
 from tided.api.slots import Slots
 from tided.api.small_routes import health, hello, model, models, numbers_of, root, trace
-from tided.chat.deepseek_v41 import REQUIRED_SPECIALS
+from tided.chat.deepseek_v41 import EOS, REQUIRED_SPECIALS
+from tided.chat.grammar import Grammars
 from tided.chat.tokenizer import Tokenizer
 from tided.errors import ConfigError
 from tided.settings import Server, Settings
@@ -43,6 +44,7 @@ def build_app(
     app[CONTEXT] = Context(
         engine=engine,
         tokenizer=tokenizer,
+        grammars=Grammars(tokenizer, EOS),
         settings=settings,
         keys=keys,
         limits=limits,

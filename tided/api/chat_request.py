@@ -6,18 +6,21 @@ from typing import cast, get_args
 import msgspec
 
 from tided.api.messages import has_image, parse_messages, parse_tools
+from tided.api.shape import FREE, AnswerShape, parse_choice, parse_format
 from tided.api.thinking import resolve_thinking
 from tided.api.unbuilt import refuse_unbuilt
 from tided.chat.fields import INT64_MAX, Fields, refuse
-from tided.chat.messages import Conversation, Message
+from tided.chat.messages import Conversation, Message, Tool
+from tided.chat.text import shorten
 from tided.engine.types import Fidelity, Sampling
 
-MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_IDS = 16, 256, 64
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_BIASES, MAX_N, MAX_TOP_LOGPROBS = 16, 256, 64, 1024, 4, 20
 DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 1.0, 0.95
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_tokens` None: the default limit. `max_calls`: the answer ends after that many tool calls."""
+    """`max_tokens` None: the default limit. `max_calls`: the answer ends after that many tool calls. `n`: answers, with
+    seeds that follow each other. `logprobs`: as `Request.logprobs`. `reasoning_apart` False: it is part of the text."""
 
     conversation: Conversation
     sampling: Sampling
@@ -32,6 +35,12 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     show_reasoning: bool
     show_stats: bool
     fidelity: Fidelity
+    min_tokens: int = 0
+    n: int = 1
+    logprobs: int | None = None
+    reasoning_logprobs: bool = False
+    reasoning_apart: bool = True
+    shape: AnswerShape = FREE
 
 
 def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fidelity: Fidelity) -> ChatRequest:
@@ -39,14 +48,19 @@ def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fid
     body.string("model")
     refuse_unbuilt(body)
     options = body.fields("stream_options")
+    tools = parse_tools(body)
+    single = body.boolean("parallel_tool_calls") is False
+    shape = AnswerShape(choice=parse_choice(body, tools), format=parse_format(body), single=single)
+    if shape.bound and body.boolean("ignore_eos"):
+        refuse("ignore_eos", "contradicts a grammar, which ends the answer")
     return ChatRequest(
-        conversation=_conversation(body, thinking),
+        conversation=_conversation(body, thinking, tools, shape),
         sampling=sampling_of(body, vocabulary_tokens),
         max_tokens=_max_tokens(body),
         stops=_stops(body),
         stop_ids=_stop_ids(body, vocabulary_tokens),
         ignore_eos=body.boolean("ignore_eos") or False,
-        max_calls=1 if body.boolean("parallel_tool_calls") is False else None,
+        max_calls=1 if single else None,
         stream=body.boolean("stream") or False,
         usage_chunk=options.boolean("include_usage") or False,
         usage_everywhere=options.boolean("continuous_usage_stats") or False,
@@ -54,20 +68,27 @@ def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fid
         and body.fields("reasoning").boolean("exclude") is not True,
         show_stats=body.boolean("x_engine_stats") is not False,
         fidelity=fidelity_of(body, fidelity),
+        min_tokens=body.integer("min_tokens", 0) or 0,
+        n=body.integer("n", 1, MAX_N) or 1,
+        logprobs=_logprobs(body),
+        reasoning_logprobs=body.boolean("logprobs_include_reasoning") or False,
+        reasoning_apart=body.boolean("separate_reasoning") is not False,
+        shape=shape,
     )
 
 
-def _conversation(body: Fields, thinking_default: bool) -> Conversation:
+def _conversation(body: Fields, thinking_default: bool, tools: tuple[Tool, ...], shape: AnswerShape) -> Conversation:
     messages = parse_messages(body)
     if has_image(messages):
         refuse("messages", "images are not supported by this server", code="image_input_not_supported")
-    tools = parse_tools(body)
     thinking, effort = resolve_thinking(body, thinking_default)
     return Conversation(
         messages=messages,
-        tools=() if body.get("tool_choice") == "none" else tools,
+        tools=() if shape.choice.mode == "none" else tools,
         thinking=thinking,
         effort=effort,
+        schema=shape.shown_schema,
+        must_call=shape.choice.mode == "required",
         continue_final=_continues(body, messages),
     )
 
@@ -98,7 +119,29 @@ def sampling_of(body: Fields, vocabulary_tokens: int) -> Sampling:
         top_k=top_k if 0 < top_k < vocabulary_tokens else 0,
         min_p=body.number("min_p", 0.0, 0, 1),
         seed=secrets.randbits(63) if seed is None else seed,
+        presence_penalty=body.number("presence_penalty", 0.0, -2, 2),
+        frequency_penalty=body.number("frequency_penalty", 0.0, -2, 2),
+        repetition_penalty=body.number("repetition_penalty", 1.0, 0, 2, low_open=True),
+        logit_bias=_bias(body.fields("logit_bias"), vocabulary_tokens),
     )
+
+
+def _bias(given: Fields, vocabulary_tokens: int) -> dict[int, float]:
+    if len(given.values) > MAX_BIASES:
+        refuse("logit_bias", f"{len(given.values)} entries, at most {MAX_BIASES} are allowed")
+    bias = {}
+    for name in given.values:
+        if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocabulary_tokens):
+            refuse("logit_bias", f"expected token ids from 0 to {vocabulary_tokens - 1} as names, got {shorten(name)}")
+        bias[int(name)] = given.number(name, 0.0, -100, 100)
+    return bias
+
+
+def _logprobs(body: Fields) -> int | None:
+    wanted, top = body.boolean("logprobs"), body.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top and not wanted:
+        refuse("top_logprobs", "needs logprobs to be true")
+    return (top or 0) if wanted else None
 
 
 def fidelity_of(body: Fields, default: Fidelity) -> Fidelity:

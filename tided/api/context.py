@@ -8,10 +8,12 @@ from statistics import median
 from aiohttp import web
 
 from tided.api.admission import Admission
+from tided.api.answers import Answers
 from tided.api.auth import KeyRing
 from tided.api.generation import Generation
 from tided.api.ports import Engine, Limits
 from tided.api.slots import Slots
+from tided.chat.grammar import Grammars
 from tided.chat.tokenizer import Tokenizer
 from tided.settings import Settings
 
@@ -24,6 +26,7 @@ class Context:
 
     engine: Engine
     tokenizer: Tokenizer
+    grammars: Grammars
     settings: Settings
     keys: KeyRing
     limits: Limits
@@ -51,7 +54,7 @@ class Note:
     request_id: str
     outcome: str = ""
     key: str = ""
-    generation: Generation | None = None
+    generation: Generation | Answers | None = None
 
 
 CONTEXT: web.AppKey[Context] = web.AppKey("context", Context)

@@ -10,24 +10,41 @@ from tided.api.admission import Place
 from tided.api.body import decompressed, read_body
 from tided.api.context import Context, Note
 from tided.api.errors import TooLargeError, as_request_error
-from tided.api.generation import Generation
 from tided.api.json_text import to_json
 from tided.api.slots import SHORT_BYTES, Alive
 from tided.api.sse import EventStream, ReaderStalledError
-from tided.chat.deltas import Delta
 from tided.errors import RequestError
 
 T = TypeVar("T")
 
 
-class Writer(Protocol):
+P = TypeVar("P")
+P_co = TypeVar("P_co", covariant=True)
+P_contra = TypeVar("P_contra", contravariant=True)
+
+
+class Running(Protocol[P_co]):
+    """An answer under way, or several (`Generation`, `Answers`), and its pieces."""
+
+    @property
+    def started(self) -> bool: ...
+
+    @property
+    def over(self) -> bool: ...
+
+    async def next(self, timeout_s: float) -> Sequence[P_co] | None:
+        """The next pieces, possibly none; None when nothing came in time. Raises the engine's fault."""
+        ...
+
+
+class Writer(Protocol[P_contra]):
     """How an API shows one answer: the text of a stream's events, or the whole reply."""
 
     def begin(self) -> str:
         """Once, when the request has a lane; nothing on later calls."""
         ...
 
-    def pieces(self, deltas: Sequence[Delta]) -> str: ...
+    def pieces(self, deltas: Sequence[P_contra]) -> str: ...
 
     def silence(self) -> str:
         """What says that the server lives while there is nothing to say."""
@@ -39,7 +56,7 @@ class Writer(Protocol):
         """The status is sent: a fault is the last event."""
         ...
 
-    def reply(self, deltas: Sequence[Delta]) -> dict[str, Any]: ...
+    def reply(self, deltas: Sequence[P_contra]) -> dict[str, Any]: ...
 
 
 async def receive(
@@ -67,15 +84,15 @@ async def _unfolded_if_short(
     return body, encoding
 
 
-async def answer_whole(context: Context, generation: Generation, writer: Writer) -> web.Response:
-    deltas: list[Delta] = []
+async def answer_whole(context: Context, generation: Running[P], writer: Writer[P]) -> web.Response:
+    deltas: list[P] = []
     while not generation.over:
         deltas += await generation.next(context.limits.keepalive_s) or ()
     return web.Response(text=to_json(writer.reply(deltas)), content_type="application/json", charset="utf-8")
 
 
 async def answer_in_pieces(
-    request: web.Request, context: Context, generation: Generation, writer: Writer, note: Note
+    request: web.Request, context: Context, generation: Running[P], writer: Writer[P], note: Note
 ) -> web.StreamResponse:
     stream = EventStream(request, context.limits.stall_s)
     try:
@@ -88,7 +105,7 @@ async def answer_in_pieces(
 
 
 async def _send_answer(
-    stream: EventStream, keepalive_s: float, generation: Generation, writer: Writer, note: Note
+    stream: EventStream, keepalive_s: float, generation: Running[P], writer: Writer[P], note: Note
 ) -> None:
     """The status is sent: from here on a fault is an event of the stream."""
     try:

@@ -3,6 +3,8 @@
 import asyncio
 import math
 import time
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, Literal
 
 from tided.api.errors import engine_failed, unavailable
@@ -13,13 +15,14 @@ from tided.chat.deltas import Delta, merged
 from tided.chat.markers import MARKER_TOKENS
 from tided.chat.parse import OutputParser
 from tided.chat.tokenizer import Tokenizer
-from tided.engine.types import Event, Failed, Finished, Started, Tokens
+from tided.engine.types import Event, Failed, Finished, Started, TokenLogprob, Tokens
 
 
 class AnswerReader:
     """Token ids to pieces of the answer, with the counts of its usage."""
 
     def __init__(self, prepared: Prepared, tokenizer: Tokenizer) -> None:
+        self.logprobs: dict[str, list[TokenLogprob]] = {"content": [], "reasoning": []}
         chat, ids = prepared.chat, tokenizer.special_ids
         tools = chat.conversation.tools
         self.parser = OutputParser(
@@ -32,17 +35,25 @@ class AnswerReader:
         self.tokens = self.reasoning_tokens = 0
         self._decoder = tokenizer.decoder({ids[spelling]: private for spelling, private in MARKER_TOKENS.items()})
         self._end_think = ids[END_THINK]
+        self._marks = {ids[spelling] for spelling in MARKER_TOKENS}
 
-    def feed(self, token_ids: list[int]) -> list[Delta]:
+    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> list[Delta]:
         """Tokens after the end of the answer (behind a stop string, after the calls) do not count."""
         out: list[Delta] = []
-        for token_id in token_ids:
+        for token_id, logprob in zip_longest(token_ids, logprobs):
             if self.parser.done:
                 break
             self.tokens += 1
+            if logprob is not None and token_id not in self._marks and self.parser.state in self.logprobs:
+                self.logprobs[self.parser.state].append(logprob)
             self.reasoning_tokens += self.parser.state == "reasoning" and token_id != self._end_think
             out += self.parser.feed(self._decoder.feed([token_id]))
         return list(merged(out))
+
+    def take_logprobs(self, kind: str) -> list[TokenLogprob]:
+        """Those of tokens since the last call, of content or of reasoning."""
+        taken, self.logprobs[kind] = self.logprobs[kind], []
+        return taken
 
     def finish(self, reason: Literal["stop", "length"]) -> list[Delta]:
         return list(merged(self.parser.feed(self._decoder.flush()) + self.parser.finish(reason)))
@@ -54,17 +65,24 @@ class Generation:
     `patience_s`: how long a complete answer waits for the engine's figures. `ending`: what the log says of it.
     """
 
-    def __init__(self, engine: Engine, prepared: Prepared, tokenizer: Tokenizer, patience_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prepared: Prepared,
+        tokenizer: Tokenizer,
+        patience_s: float,
+        reader: "AnswerReader | None" = None,
+    ) -> None:
         self.prepared = prepared
-        self.reader = AnswerReader(prepared, tokenizer)
+        self.reader = reader or AnswerReader(prepared, tokenizer)
         self.started = self.over = False
         self.ending = "not finished"
         self.stats: dict[str, Any] = {}
         self._engine_tokens: int | None = None
-        self._cached_tokens = 0
+        self.cached_tokens = 0
         self._engine = engine
         self._patience_s, self._cancelled_s = patience_s, math.inf
-        self._events = engine.submit(prepared.request)
+        self._events = engine.submit(prepared.request, prepared.guides.open())
 
     async def next(self, timeout_s: float) -> list[Delta] | None:
         """The next pieces, possibly none; None when nothing came in time. Raises the engine's fault."""
@@ -83,13 +101,13 @@ class Generation:
         match event:
             case Started(cached_tokens=cached_tokens):
                 # Of a context that was parked meanwhile the first beginning counts.
-                self._cached_tokens = self._cached_tokens if self.started else cached_tokens
+                self.cached_tokens = self.cached_tokens if self.started else cached_tokens
                 self.started = True
                 return []
-            case Tokens(token_ids=token_ids):
+            case Tokens(token_ids=token_ids, logprobs=logprobs):
                 self.started = True
                 complete = self.reader.parser.done
-                pieces = self.reader.feed(token_ids)
+                pieces = self.reader.feed(token_ids, logprobs)
                 # After a call block only the end token should follow: what follows instead is not worth computing.
                 if self.reader.parser.stop_string is not None or complete:
                     self._cancel()
@@ -132,16 +150,7 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         prompt, completion = len(self.prepared.request.prompt_ids), self.completion_tokens
-        cached = self._cached_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached, "image_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": self.reader.reasoning_tokens},
-            "prompt_cache_hit_tokens": cached,
-            "prompt_cache_miss_tokens": prompt - cached,
-        }
+        return usage_of(prompt, completion, self.cached_tokens, self.reader.reasoning_tokens)
 
     @property
     def completion_tokens(self) -> int:
@@ -159,3 +168,16 @@ class Generation:
             "effort": conversation.effort if conversation.thinking else None,
             "seed": self.prepared.request.sampling.seed,
         }
+
+
+def usage_of(prompt: int, completion: int, cached: int, reasoning: int) -> dict[str, Any]:
+    """Tokens as OpenAI names them, and DeepSeek."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached, "image_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+        "prompt_cache_hit_tokens": cached,
+        "prompt_cache_miss_tokens": prompt - cached,
+    }

@@ -133,10 +133,8 @@ def _tool(function: Fields) -> Tool:
     if name is None or not _TOOL_NAME.fullmatch(name):
         function.wrong("name", "1 to 128 letters, digits or any of _ . : / -")
     function.string("description")
-    if function.boolean("strict"):
-        refuse(function.param("strict"), "strict tools are not supported yet; leave it out or send false")
     properties = function.fields("parameters").fields("properties").values
     for parameter in properties:
         if _UNWRITABLE.search(parameter):
             refuse(function.param("parameters"), "a parameter's name holds a quote, a control character or U+FF5C")
-    return Tool(name=name, shown=dict(function.values))
+    return Tool(name=name, shown=dict(function.values), strict=function.boolean("strict") or False)

@@ -2,9 +2,9 @@
 
 from aiohttp import web
 
+from tided.api.answers import Answers
 from tided.api.context import CONTEXT, NOTE
 from tided.api.exchange import answer_in_pieces, answer_whole, receive
-from tided.api.generation import Generation
 from tided.api.openai_wire import ChatWire
 from tided.api.prepare import Prepared, prepare
 from tided.api.slots import Alive
@@ -14,19 +14,20 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
 
     def work(body: bytes | bytearray, alive: Alive) -> Prepared:
-        return prepare(body, context.tokenizer, context.settings, context.context_tokens, alive)
+        return prepare(body, context.tokenizer, context.settings, context.context_tokens, alive, context.grammars)
 
     with context.admission.place(request.content_length) as place:
         prepared = await receive(request, context, place, work)
         if request.headers.get("x-engine-stats") == "0":
             prepared = prepared.without_stats()
-        generation = Generation(context.engine, prepared, context.tokenizer, context.limits.keepalive_s)
-    request[NOTE].generation = generation
-    wire = ChatWire(generation, context.settings.model.served_name, context.fingerprint)
+        choices, keepalive_s = prepared.choices(), context.limits.keepalive_s
+        answers = Answers(context.engine, choices, context.tokenizer, keepalive_s, each=len(choices))
+    request[NOTE].generation = answers
+    wire = ChatWire(answers, context.tokenizer, context.settings.model.served_name, context.fingerprint)
     try:
         if prepared.chat.stream:
-            return await answer_in_pieces(request, context, generation, wire, request[NOTE])
-        return await answer_whole(context, generation, wire)
+            return await answer_in_pieces(request, context, answers, wire, request[NOTE])
+        return await answer_whole(context, answers, wire)
     finally:
         # Also when the client has gone: the handler is cancelled then, wherever it waits.
-        generation.close()
+        answers.close()

@@ -7,8 +7,10 @@ import msgspec
 from tided.api.body import parse_object
 from tided.api.chat_request import ChatRequest, parse_chat_request
 from tided.api.ids import new_id
+from tided.api.shape import FREE_GUIDES, Guides, guides_for
 from tided.chat.deepseek_v41 import EOS, default_max_tokens, encode_prompt
 from tided.chat.fields import Fields
+from tided.chat.grammar import Grammars
 from tided.chat.messages import Conversation, Prompt
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Request
@@ -17,18 +19,42 @@ from tided.settings import Settings
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """Held as long as the answer takes, so without the texts that the prompt was made of."""
+    """Held as long as the answer takes, so without the texts that the prompt was made of. `guides` opens the answer's
+    grammar."""
 
     chat: ChatRequest
     prompt: Prompt
     request: Request
+    guides: Guides = FREE_GUIDES
 
     def without_stats(self) -> "Prepared":
-        return Prepared(msgspec.structs.replace(self.chat, show_stats=False), self.prompt, self.request)
+        return msgspec.structs.replace(self, chat=msgspec.structs.replace(self.chat, show_stats=False))
+
+    def choices(self) -> "list[Prepared]":
+        """One for each answer: the seeds follow each other, so each repeats alone."""
+        return [
+            self.variant(f"{self.request.request_id}-{at}" if at else self.request.request_id, at)
+            for at in range(self.chat.n)
+        ]
+
+    def variant(self, request_id: str, at: int) -> "Prepared":
+        sampling = msgspec.structs.replace(self.request.sampling, seed=_wrapped(self.request.sampling.seed + at))
+        request = msgspec.structs.replace(self.request, request_id=request_id, sampling=sampling)
+        return msgspec.structs.replace(self, request=request)
+
+
+def _wrapped(seed: int) -> int:
+    """Within 64 bits, with a sign."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def prepare(
-    body: bytes | bytearray, tokenizer: Tokenizer, settings: Settings, context_tokens: int, alive: Callable[[], None]
+    body: bytes | bytearray,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    context_tokens: int,
+    alive: Callable[[], None],
+    grammars: Grammars,
 ) -> Prepared:
     """Parses, checks, renders and tokenises. Runs in a thread: a long prompt takes seconds. `alive` is called between
     the steps and ends the work by raising."""
@@ -38,6 +64,8 @@ def prepare(
     chat = parse_chat_request(Fields(value), tokenizer.vocabulary_tokens, thinking, fidelity)
     prompt = encode_prompt(chat.conversation)
     prompt_ids = fitting_ids(tokenizer, prompt, context_tokens, chat.max_tokens or 1, alive)
+    alive()
+    guides = guides_for(chat.shape, chat.conversation, prompt.start, tokenizer, grammars)
     request = Request(
         request_id=new_id("chatcmpl-"),
         prompt_ids=prompt_ids,
@@ -45,9 +73,12 @@ def prepare(
         max_tokens=fitting_max_tokens(chat.max_tokens, len(prompt_ids), context_tokens, chat.conversation),
         stop_ids=chat.stop_ids if chat.ignore_eos else (tokenizer.special_id(EOS), *chat.stop_ids),
         fidelity=chat.fidelity,
+        min_tokens=chat.min_tokens,
+        logprobs=chat.logprobs,
+        guided=guides.grammar is not None,
     )
     kept = msgspec.structs.replace(chat, conversation=msgspec.structs.replace(chat.conversation, messages=()))
-    return Prepared(kept, msgspec.structs.replace(prompt, segments=()), request)
+    return Prepared(kept, msgspec.structs.replace(prompt, segments=()), request, guides)
 
 
 def fitting_ids(

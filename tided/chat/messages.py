@@ -44,10 +44,12 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function the model may call. `shown` is the object that the prompt shows, keys in the client's order."""
+    """A function the model may call. `shown` is the object that the prompt shows, keys in the client's order. `strict`:
+    its arguments are held to the schema."""
 
     name: str
     shown: dict[str, Any]
+    strict: bool = False
 
     @property
     def parameter_names(self) -> frozenset[str]:

@@ -21,14 +21,14 @@ BATCH_CHARACTERS = 4 << 16
 
 
 class Tokenizer:
-    """`special_ids`: id by spelling of every added token. Safe to use from several threads."""
+    """`special_ids`: id by spelling of every added token; `token_bytes`: None for those. Threads may share one."""
 
     def __init__(
         self, plain: tokenizers.Tokenizer, special_ids: Mapping[str, int], bytes_by_id: Sequence[bytes | None]
     ) -> None:
         self._plain = plain
         self.special_ids = special_ids
-        self._bytes = bytes_by_id
+        self._bytes = self.token_bytes = bytes_by_id
         self.vocabulary_tokens = len(bytes_by_id)
         self._longest_bytes = max((len(data) for data in bytes_by_id if data), default=1)
 

@@ -1,0 +1,257 @@
+"""Grammars of answers, followed token by token as the engine does."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizer import build
+
+from tided.chat.deepseek_v41 import EOS
+from tided.chat.deepseek_v41_grammar import AnswerGrammar, types_of
+from tided.chat.deepseek_v41_tools import DSML, END_THINK, write_calls
+from tided.chat.grammar import MOST_SCHEMA_BYTES, Grammars
+from tided.chat.messages import Tool, ToolCall
+from tided.chat.segments import SegmentWriter
+from tided.chat.tokenizer import Tokenizer
+from tided.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    return Tokenizer.open(build(tmp_path_factory.mktemp("grammar")))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer) -> Grammars:
+    return Grammars(tokenizer, EOS)
+
+
+@pytest.fixture(scope="module")
+def answers(tokenizer, grammars) -> AnswerGrammar:
+    return AnswerGrammar(tokenizer, grammars.error)
+
+
+def tool(name="f", required=None, **properties) -> Tool:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties if required is None else required),
+    }
+    return Tool(name, {"name": name, "parameters": parameters}, strict=True)
+
+
+def bits(mask: bytes, token_id: int) -> bool:
+    return token_id // 8 < len(mask) and bool(mask[token_id // 8] >> token_id % 8 & 1)
+
+
+def ids_of(tokenizer, text: str) -> list[int]:
+    ids = []
+    for at, piece in enumerate(text.split(DSML)):
+        ids += ([tokenizer.special_id(DSML)] if at else []) + tokenizer.encode_text(piece)
+    return ids
+
+
+def follows(tokenizer, grammars, grammar: str, text: str) -> bool:
+    """Whether the text is a whole answer of the grammar: every token allowed, and then the end and nothing else."""
+    guide, end = grammars.compile(grammar, "x").open(), tokenizer.special_id(EOS)
+    for token_id in ids_of(tokenizer, text):
+        if not bits(guide.mask(), token_id):
+            return False
+        guide.advance(token_id)
+        assert not guide.error
+    return bits(guide.mask(), end)
+
+
+def block(*calls: tuple[str, dict]) -> str:
+    out = SegmentWriter()
+    write_calls(out, [ToolCall("", name, json.dumps(arguments)) for name, arguments in calls])
+    return "".join(segment.text for segment in out.segments())
+
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "name": {"type": "string"}},
+    "required": ["x", "name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"x": 12, "name": "a"}', True),
+        ('{"x":12,\n "name":"é"}', True),
+        ('{"x": 1.5, "name": "a"}', False),
+        ('{"x": 12}', False),
+        ('{"x": 12, "name": "a"', False),
+        ('{"x": 12, "name": "a"} and more', False),
+        ('{"x":          12, "name": "a"}', False),
+        ("Sure: {}", False),
+    ],
+)
+def test_json_of_a_schema_and_nothing_else(tokenizer, grammars, answers, text, fits):
+    assert follows(tokenizer, grammars, answers.json(POINT), text) is fits
+
+
+def test_after_the_value_only_the_end_is_allowed(tokenizer, grammars, answers):
+    guide = grammars.compile(answers.json({"type": "object"}), "x").open()
+    for token_id in ids_of(tokenizer, '{"a": 1}'):
+        guide.advance(token_id)
+    mask = guide.mask()
+    assert [at for at in range(tokenizer.vocabulary_tokens) if bits(mask, at)] == [tokenizer.special_id(EOS)]
+    guide.advance(tokenizer.special_id(EOS))
+    assert not guide.error
+
+
+def test_the_grammar_begins_after_the_reasoning_which_cannot_end_the_answer(tokenizer, grammars, answers):
+    """Reasoning is free, and leads to the answer: no end and no calls inside it."""
+    ids = tokenizer.special_ids
+    guide = grammars.compile(answers.json(POINT), "x").open(ids[END_THINK], (ids[DSML],))
+    for token_id in tokenizer.encode_text("Let me think } about [ it"):
+        assert bits(guide.mask(), token_id)
+        guide.advance(token_id)
+    assert not bits(guide.mask(), ids[EOS])
+    assert not bits(guide.mask(), ids[DSML])
+    guide.advance(ids[END_THINK])
+    brace, letter = tokenizer.encode_text("{")[0], tokenizer.encode_text("L")[0]
+    assert bits(guide.mask(), brace)
+    assert not bits(guide.mask(), letter)
+
+
+F = tool("f", text={"type": "string"}, n={"type": "integer"})
+G = tool("g", required=[], unit={"type": "string", "enum": ["C", "F"]}, deep={"type": "boolean"})
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        (block(("f", {"text": "a</div>\n2>&1", "n": 3})), True),
+        (block(("f", {"text": "", "n": -3}), ("g", {})), True),
+        (block(("g", {"unit": "C", "deep": True})), True),
+        (block(("g", {"deep": False})), True),
+        (block(("g", {"unit": "K"})), False),
+        (block(("h", {})), False),
+        (block(("f", {"text": "a"})), False),
+        (block(("f", {"n": 3, "text": "a"})), False),
+        (block(("f", {"text": "a", "n": "3"})), False),
+        (block(("f", {"text": "a", "n": 3, "more": 1})), False),
+        (block(("f", {"text": "a", "n": 3})) + "more", False),
+        (block(("f", {"text": "a", "n": 3}))[:-4], False),
+    ],
+)  # fmt: skip
+def test_a_block_of_calls_is_what_history_shows_and_keeps_to_the_schemas(tokenizer, grammars, answers, text, fits):
+    for forced in (True, False):
+        grammar = answers.calls([F, G], "content", forced=forced, single=False)
+        assert follows(tokenizer, grammars, grammar, text) is fits
+
+
+def test_text_before_a_block_or_without_one_is_free_unless_a_call_is_forced(tokenizer, grammars, answers):
+    with_text = "Let me look < 3 </b>." + block(("g", {}))
+    free, forced = (answers.calls([F, G], "content", forced=it, single=False) for it in (False, True))
+    assert follows(tokenizer, grammars, free, "Just words.")
+    assert follows(tokenizer, grammars, free, with_text)
+    assert not follows(tokenizer, grammars, forced, "Just words.")
+    assert not follows(tokenizer, grammars, forced, with_text)
+
+
+def test_one_call_where_one_is_asked_for_and_the_prompt_may_have_opened_the_block(tokenizer, grammars, answers):
+    opened = answers.calls([F, G], "calls", forced=True, single=True)
+    inside = block(("g", {})).partition(" calls>\n")[2]
+    twice = block(("g", {}), ("g", {})).partition(" calls>\n")[2]
+    assert follows(tokenizer, grammars, opened, inside)
+    assert not follows(tokenizer, grammars, opened, twice)
+
+
+def test_with_tools_a_json_answer_is_the_value_or_a_block(tokenizer, grammars, answers):
+    grammar = answers.json(POINT, [G])
+    assert follows(tokenizer, grammars, grammar, '{"x": 1, "name": ""}')
+    assert follows(tokenizer, grammars, grammar, block(("g", {})))
+    assert not follows(tokenizer, grammars, grammar, "text")
+
+
+def test_what_cannot_be_expressed_leaves_any_json_there(tokenizer, grammars, answers):
+    odd = tool(
+        a={"type": "array", "uniqueItems": True, "items": {"type": "integer"}, "contains": {"const": 3}},
+        b={"$ref": "#/nowhere"},
+    )
+    assert grammars.error(answers.json({"$ref": "#/nowhere"}))
+    grammar = answers.calls([odd], "content", forced=True, single=False)
+    assert follows(tokenizer, grammars, grammar, block(("f", {"a": [1, 2], "b": {"any": [None]}})))
+    assert not follows(tokenizer, grammars, grammar, block(("f", {"a": {}, "b": 1})))
+
+
+def test_shared_definitions_are_followed(tokenizer, grammars, answers):
+    parameters = {
+        "type": "object",
+        "properties": {"p": {"$ref": "#/$defs/point"}, "s": {"$ref": "#/$defs/word"}},
+        "required": ["p", "s"],
+        "$defs": {"point": POINT, "word": {"type": "string"}},
+    }
+    grammar = answers.calls([Tool("f", {"name": "f", "parameters": parameters})], "content", forced=True, single=True)
+    assert follows(tokenizer, grammars, grammar, block(("f", {"p": {"x": 1, "name": "n"}, "s": "raw"})))
+    assert not follows(tokenizer, grammars, grammar, block(("f", {"p": {"x": "1", "name": "n"}, "s": "raw"})))
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, {"string", "integer"}),
+        ({"enum": ["a", None]}, {"string", "null"}),
+        ({"const": 3}, {"number", "integer"}),
+        ({"type": "number"}, {"number", "integer"}),
+        ({}, {"string", "number", "integer", "boolean", "object", "array", "null"}),
+    ],
+)
+def test_the_types_a_schema_allows(schema, types):
+    assert types_of(schema, {}) == types
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_with_the_field_and_the_reason(grammars, answers):
+    for schema in ({"type": "sausage"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}):
+        with pytest.raises(RequestError, match="cannot be enforced") as refused:
+            grammars.compile(answers.json(schema), "response_format.json_schema.schema")
+        assert refused.value.param == "response_format.json_schema.schema"
+    large = {"enum": ["x" * MOST_SCHEMA_BYTES]}
+    with pytest.raises(RequestError, match="bytes"):
+        grammars.compile(answers.json(large), "x")
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.text('abc é<{"\\', max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.text("ab", max_size=2), values, max_size=4))
+def test_every_object_as_json_writes_it_is_a_json_object(tokenizer, grammars, answers, value):
+    assert follows(tokenizer, grammars, answers.json({"type": "object"}), json.dumps(value, ensure_ascii=False))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_model_that_draws_at_random_can_only_write_the_schema(tokenizer, grammars, answers, seed):
+    """Every draw is the grammar's choice; a random walk that ends has written a value."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy", 3]}, "b": {"type": "boolean"}},
+              "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
+    guide, end, pick = (
+        grammars.compile(answers.json(schema), "x").open(),
+        tokenizer.special_id(EOS),
+        random.Random(seed),
+    )
+    ids = []
+    for _ in range(200):
+        mask = guide.mask()
+        token_id = pick.choice([at for at in range(tokenizer.vocabulary_tokens) if bits(mask, at)])
+        guide.advance(token_id)
+        if token_id == end:
+            break
+        ids.append(token_id)
+    value = json.loads(tokenizer.decoder().feed(ids))
+    assert set(value) == {"a", "b"}
+    assert value["a"] in ("x", "yy", 3)
+    assert isinstance(value["b"], bool)
