@@ -225,7 +225,7 @@ class Ledger:
                 self._motion.hot.request_done(mass + self._prompt_mass.pop(lane, 0.0), lane)
                 self._motion.hot.rebase(self._pilot.scores())
 
-    def _reads(self) -> Reads:
+    def reads(self) -> Reads:
         """What was read since the start, by all requests."""
         reads, urgent = self._executor.residents.reads, self._executor.urgent
         waits, hot = urgent.waits if urgent else Waits(), self._motion.count
