@@ -74,7 +74,7 @@ class Ledger:
         for admission in step.admit:
             stats = self._open[admission.request.request_id]
             self.traces.began(admission.request.request_id, step.seq - 1, time.monotonic())
-            stats.admitted(admission.lane, time.monotonic(), len(self._scheduler.running), self._reads())
+            stats.admitted(admission.lane, time.monotonic(), len(self._scheduler.running), self.reads())
             stats.cached_tokens = admission.restore.tokens if admission.restore else 0
             self.events.append(Started(admission.request.request_id, stats.cached_tokens))
         for lane in step.park:
@@ -203,7 +203,7 @@ class Ledger:
             self._take_demand(stats, lane)
         uses = None if lane is None else Uses(*self._executor.tap.uses[:, lane].cpu().numpy().copy())
         self.traces.ended(request_id, reason, self._executor.seq, time.monotonic(), uses)
-        report = stats.report(self.residency, time.monotonic(), self._reads())
+        report = stats.report(self.residency, time.monotonic(), self.reads())
         guide = self._guides.pop(request_id, None)
         report["grammar"] = {"active": guide is not None, "mask_ms": None if guide is None else 1e3 * guide.mask_s}
         log.info("%s", log_line(request_id, reason, report))
