@@ -69,6 +69,8 @@ class ScriptedEngine:
         self.refusal: RequestError | None = None
         self.play: Callable[[ScriptedAnswer], None] | None = None
         self.state, self.fault = "ready", ""
+        self.map: dict[str, Any] | None = None
+        self.counters: dict[str, float] = {}
         self._arrived = asyncio.Condition()
 
     def script(self, *pieces: str, reason: str = "stop") -> None:
@@ -99,6 +101,12 @@ class ScriptedEngine:
 
     def trace(self, request_id: str) -> dict[str, Any] | None:
         return {"request_id": "chatcmpl-1", "pairs": []} if request_id in ("chatcmpl-1", "latest") else None
+
+    def expert_map(self) -> dict[str, Any] | None:
+        return self.map
+
+    def figures(self) -> dict[str, float]:
+        return self.counters
 
     def health(self) -> dict[str, Any]:
         lanes = {"total": 2, "busy": 0}

@@ -134,7 +134,7 @@ async def test_every_route_but_the_probes_needs_a_key(serve, path):
     known = {route.resource.canonical for route in server.app.router.routes()}
     for route in sorted({*known, *OPEN, *CLOSED}):
         url = route.replace("{id}", "latest")
-        expected = 200 if (url.rstrip("/") or "/") in ("/", "/health", "/api/hello", "/expert-map") else 401
+        expected = 200 if (url.rstrip("/") or "/") in ("/", "/health", "/api/hello") else 401
         for method in ("GET", "HEAD"):
             async with server.session.request(method, url) as response:
                 assert response.status == expected, (method, url)

@@ -16,7 +16,7 @@ log = logging.getLogger("tided.api")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_OPEN_PATHS = ("/", "/health", "/api/hello", "/expert-map")  # /expert-map: a page that asks for a key itself
+_OPEN_PATHS = ("/", "/health", "/api/hello")
 _CLIENT_GONE = 499
 
 

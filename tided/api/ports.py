@@ -27,6 +27,14 @@ class Engine(Protocol):
         """Which experts a request that has ended wanted, missed and got; `latest`: the newest. None: not kept."""
         ...
 
+    def expert_map(self) -> dict[str, Any] | None:
+        """Where every expert is, by layer; None while nothing is loaded."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Counters since the start, as the engine published them last; empty while nothing is loaded."""
+        ...
+
     def health(self) -> dict[str, Any]:
         """`state` (starting, ready, draining, fault), `fault`, `lanes` {total, busy}, `queue`, `busy`."""
         ...

@@ -6,6 +6,7 @@ answer it asked for.
 """
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -13,11 +14,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol
 
+from msgspec.structs import asdict
+
+from tided.engine.board import ExpertBoard, Figures
+from tided.engine.board import as_json as as_map
 from tided.engine.speed import DecodeSpeed
 from tided.engine.stats import Residency, rounded
 from tided.engine.trace import Traces, as_json
 from tided.engine.types import Event, Failed, Finished, Guide, Request, Started, Tokens
 from tided.errors import QueueFullError, RequestError
+from tided.tide.heat import Weights
 
 State = Literal["starting", "ready", "draining", "fault"]
 RECENT_STATS = 100
@@ -29,12 +35,17 @@ class EngineThread(Protocol):
 
     last_step_s: float
     expert_reads: Mapping[str, Any]
+    board: ExpertBoard
+    figures: Figures
 
     @property
     def residency(self) -> Residency: ...
 
     @property
     def traces(self) -> Traces: ...
+
+    @property
+    def heat(self) -> Weights | None: ...
 
     @property
     def seq(self) -> int: ...
@@ -168,6 +179,21 @@ class EngineClient:
             return None
         found = traces.newest if request_id == "latest" else traces.find(request_id)
         return None if found is None else as_json(found)
+
+    def expert_map(self) -> dict[str, Any] | None:
+        """Where every expert is; None while nothing is loaded. A copy of what the engine's thread shows."""
+        engine = self._engine
+        if engine is None:
+            return None
+        return {"generation": engine.residency.generation} | as_map(engine.board, engine.heat, time.monotonic())
+
+    def figures(self) -> dict[str, float]:
+        """Counters of the engine, at most a moment old; none while nothing is loaded."""
+        if self._engine is None:
+            return {}
+        figures = asdict(self._engine.figures)
+        reads = dataclasses.asdict(figures.pop("reads"))
+        return figures | {f"reads_{name}": value for name, value in reads.items()}
 
     def health(self) -> dict[str, Any]:
         """A snapshot: no lock, no tensor, no wait."""

@@ -3,15 +3,18 @@
 Its thread is the only one that touches scheduler, executor, link and pilot; other threads reach it through the inbox.
 """
 
+import math
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from msgspec import structs
 
-from tided.control.messages import Recalled, Step, Stop
+from tided.control.messages import Change, Recalled, Step, Stop
+from tided.engine.board import FIGURES_EVERY_S, ExpertBoard, Figures
 from tided.engine.checks import check_request
 from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S, Engine, OnFault
 from tided.engine.executor import Executor
@@ -25,6 +28,7 @@ from tided.engine.trace import Traces
 from tided.engine.types import Event, Guide, Request
 from tided.errors import PairError, TideError
 from tided.tide.demand import RouterShape
+from tided.tide.heat import Weights
 from tided.tide.hot import HotReads
 
 Sink = Callable[[Sequence[Event]], None]
@@ -68,12 +72,24 @@ class LeaderEngine(Engine):
         self._rested = True  # no work since the pair came to rest
         self._mask = ""  # that snapshots were looked up for
         self._stop: Stop | None = None
+        shape = executor.model.shape
+        self.board = ExpertBoard(shape.moe_layers, shape.experts_per_layer, executor.residents.pairs)
+        self.figures = Figures()
+        self._figures_s = -math.inf
+        self._swaps = self._waits = 0
+        self._wait_s = 0.0
 
     # For other threads
 
     @property
     def residency(self) -> Residency:
         return self.ledger.residency
+
+    @property
+    def heat(self) -> Weights | None:
+        """[layers * experts], replaced and never changed: what the next tokens are expected to ask for. None: nobody
+        follows it without a ring."""
+        return self.motion.hot.heat.expected if self.motion.has_ring else None
 
     @property
     def traces(self) -> Traces:
@@ -104,11 +120,36 @@ class LeaderEngine(Engine):
             self._link.send(step)
             outcome = self._execute(step)
             if step.digest_due:
-                self._link.compare(step.seq, outcome.digest)
+                self._compare(step.seq, outcome.digest)
             self.ledger.account(step, outcome, self._moved, self.last_step_s - began_s, self.last_step_s)
             self._rested = self._rested and step.work is None
+            self._show(step.change)
         self._emit()
         return step is not None
+
+    def _compare(self, seq: int, digest: str) -> None:
+        began_s = time.monotonic()
+        self._link.compare(seq, digest)
+        self._waits += 1
+        self._wait_s += time.monotonic() - began_s
+
+    def _show(self, change: Change) -> None:
+        """What others may look at. The figures are made few times a second, whoever looks."""
+        self._swaps += len(self._moved.swaps)
+        if change:
+            self.board.changed(change, self.last_step_s)
+        if self.last_step_s - self._figures_s >= FIGURES_EVERY_S or not self.scheduler.running:
+            self._figures_s = self.last_step_s
+            self.figures = Figures(
+                steps=self.seq,
+                reads=self.ledger.reads(),
+                swaps=self._swaps,
+                kv_tokens_used=self.scheduler.held_tokens,
+                kv_tokens_capacity=self.scheduler.limits.pool_tokens,
+                rank_wait_s=self._wait_s,
+                rank_waits=self._waits,
+                device_bytes=torch.cuda.memory_allocated(),
+            )
 
     def _held_prefixes(self, request: Request) -> Sequence[Candidate]:
         return self.executor.caching.candidates(request, self.executor.residents.mask_hash)

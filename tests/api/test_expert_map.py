@@ -1,0 +1,55 @@
+"""GET /v1/expert-map."""
+
+import pytest
+
+
+def drawn(generation=3, sequence=7, active=(), recent=()):
+    return {
+        "generation": generation,
+        "layers": 2,
+        "experts_per_layer": 4,
+        "total_experts": 8,
+        "states": ["1100", "0032"],
+        "state_names": ["not_loaded", "resident", "transient", "loading"],
+        "counts": {"not_loaded": 4, "resident": 2, "transient": 1, "loading": 1},
+        "resident_per_layer": [2, 0],
+        "activity": {"sequence": sequence, "active": list(active), "recent": list(recent)},
+        "heat": None,
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/expert-map", "/v1/v1/expert-map", "/v1/expert-map/"])
+async def test_the_map(server, engine, path):
+    engine.map = drawn()
+    async with server.session.get(path) as response:
+        body = await response.json()
+        assert response.headers["ETag"] == '"3.7"'
+    assert body.items() >= engine.map.items()
+    assert body.items() >= {"version": 1, "model": "deepseek", "busy": False, "fault": "", "world_size": 1}.items()
+    assert body["sampled_at"] > 1e9
+
+
+async def test_nothing_new_is_told_in_short(server, engine):
+    engine.map = drawn()
+    asked = [{"params": {"since": "3.7"}}, {"headers": {"If-None-Match": '"3.7"'}}]
+    for options in asked:
+        async with server.session.get("/v1/expert-map", **options) as response:
+            assert (response.status, await response.read()) == (304, b"")
+    for changed in (drawn(sequence=8), drawn(generation=4), drawn(active=[[1, 2]]), drawn(recent=[[1, 2]])):
+        engine.map = changed
+        async with server.session.get("/v1/expert-map?since=3.7") as response:
+            assert response.status == 200
+
+
+async def test_while_nothing_is_loaded(server):
+    async with server.session.get("/v1/expert-map") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (503, "engine_unavailable")
+
+
+async def test_polling_reaches_no_engine_and_waits_for_no_lane(server, engine):
+    engine.map, plain = drawn(), engine.health
+    engine.health = lambda: plain() | {"busy": True, "lanes": {"total": 2, "busy": 2}, "queue": 64}
+    for _ in range(100):
+        async with server.session.get("/v1/expert-map") as response:
+            assert (response.status, (await response.json())["busy"]) == (200, True)
+    assert not engine.answers

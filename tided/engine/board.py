@@ -1,0 +1,111 @@
+"""What rank 0 shows of its experts and its reads to whoever looks.
+
+The engine's thread writes in place or replaces whole values; others read. Nobody waits for anybody: there is no lock,
+and no question ever reaches the engine.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tided.control.messages import Change, Load
+from tided.engine.stats import Reads
+
+Pair = tuple[int, int]
+
+STATE_NAMES = ("not_loaded", "resident", "transient", "loading")
+NOT_LOADED, RESIDENT, TRANSIENT, LOADING = b"0123"
+RECENT_S = 3.0  # who looks once a second sees every load
+MOST_RECENT = 1024
+FIGURES_EVERY_S = 0.25
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Counters of rank 0 since its start, and its memory, as of one moment. `rank_wait_*`: how long rank 0 waited for
+    the others when digests were compared; the others' lag, as rank 0 sees it."""
+
+    steps: int = 0
+    reads: Reads = Reads()
+    swaps: int = 0
+    kv_tokens_used: int = 0
+    kv_tokens_capacity: int = 0
+    rank_wait_s: float = 0.0
+    rank_waits: int = 0
+    device_bytes: int = 0
+
+
+class Recent(msgspec.Struct, frozen=True):
+    at_s: float
+    pair: Pair
+
+
+class ExpertBoard:
+    """Where every expert is, a digit each. `changed` is called by the engine's thread for each step that changes the
+    routable set; `states` is written in place (a reader's copy of it is one instruction), the rest is replaced."""
+
+    def __init__(self, layers: int, experts: int, residents: Iterable[Pair], ring: Iterable[Pair] = ()) -> None:
+        self.layers, self.experts = layers, experts
+        self.states = bytearray(b"0" * (layers * experts))
+        self.sequence = 0
+        self.loading: tuple[Pair, ...] = ()
+        self.recent: tuple[Recent, ...] = ()
+        self._loads: dict[int, Load] = {}
+        for pair in residents:
+            self._set(pair, RESIDENT)
+        for pair in ring:
+            self._set(pair, TRANSIENT)
+
+    def changed(self, change: Change, now_s: float) -> None:
+        landed = [self._loads.pop(ticket) for ticket in change.publish]
+        for load in landed:
+            self._set(load.pair, TRANSIENT if load.out is None else RESIDENT)
+            if load.out is not None:
+                self._set(load.out, NOT_LOADED)
+        for swap in change.promote:
+            self._set(swap.out, TRANSIENT)
+            self._set(swap.in_, RESIDENT)
+        for pair in change.withdraw:
+            self._set(pair, NOT_LOADED)
+        for load in change.load:
+            self._loads[load.ticket] = load
+            self._set(load.pair, LOADING)
+        self.loading = tuple(load.pair for load in self._loads.values())
+        kept = [one for one in self.recent if now_s - one.at_s <= RECENT_S]
+        self.recent = tuple([*kept, *(Recent(now_s, load.pair) for load in landed)][-MOST_RECENT:])
+        self.sequence += 1
+
+    def _set(self, pair: Pair, state: int) -> None:
+        self.states[pair[0] * self.experts + pair[1]] = state
+
+
+def as_json(board: ExpertBoard, heat: npt.NDArray[np.float64] | None, now_s: float) -> dict[str, Any]:
+    """The board as the API shows it: strings of a digit for each expert of a layer. `heat` [layers * experts]: the
+    routing weight that the next tokens are expected to give each, of which the digits are the place among all, 9 the
+    hottest tenth."""
+    states, recent = bytes(board.states), board.recent
+    rows = [states[at : at + board.experts] for at in range(0, len(states), board.experts)]
+    return {
+        "layers": board.layers,
+        "experts_per_layer": board.experts,
+        "total_experts": board.layers * board.experts,
+        "states": [row.decode() for row in rows],
+        "state_names": list(STATE_NAMES),
+        "counts": {name: states.count(b"%d" % digit) for digit, name in enumerate(STATE_NAMES)},
+        "resident_per_layer": [row.count(b"1") for row in rows],
+        "activity": {
+            "sequence": board.sequence,
+            "active": [list(pair) for pair in board.loading],
+            "recent": [list(one.pair) for one in recent if now_s - one.at_s <= RECENT_S],
+        },
+        "heat": None if heat is None else _digits(heat, board.experts),
+    }
+
+
+def _digits(heat: npt.NDArray[np.float64], experts: int) -> Sequence[str]:
+    places = np.empty(len(heat), dtype=np.int64)
+    places[np.argsort(heat, kind="stable")] = np.arange(len(heat))
+    text = (places * 10 // len(heat) + ord("0")).astype(np.uint8).tobytes().decode()
+    return [text[at : at + experts] for at in range(0, len(text), experts)]
