@@ -84,6 +84,7 @@ def _add_routes(app: web.Application) -> None:
         app.router.add_get(prefix + "/models/{id:.+}", model)
         _add(app, "GET", prefix + "/requests/{id}/residency", trace)
         _add(app, "POST", f"{prefix}/chat/completions", chat_completions)
+        _add(app, "GET", f"{prefix}/expert-map", expert_map)
         _add(app, "POST", f"{prefix}/messages", messages)
         _add(app, "POST", f"{prefix}/messages/count_tokens", count)
 
