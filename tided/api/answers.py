@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from tided.api.generation import AnswerReader, Generation, usage_of
+from tided.api.generation import Generation, usage_of
 from tided.api.ports import Engine
 from tided.api.prepare import Prepared
 from tided.chat.deltas import Delta
@@ -25,15 +25,13 @@ class Answers:
         tokenizer: Tokenizer,
         patience_s: float,
         each: int,
-        readers: Sequence[AnswerReader] = (),
     ) -> None:
         self.prepared, self._each, self._patience_s = choices[0], each, patience_s
         self.generations: list[Generation] = []
         self._waits: dict[int, asyncio.Task[list[Delta] | None]] = {}
         try:
-            for at, prepared in enumerate(choices):
-                reader = readers[at] if readers else None
-                self.generations.append(Generation(engine, prepared, tokenizer, patience_s, reader))
+            for prepared in choices:
+                self.generations.append(Generation(engine, prepared, tokenizer, patience_s))
         except BaseException:
             self.close()
             raise

@@ -56,9 +56,9 @@ def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fid
     return ChatRequest(
         conversation=_conversation(body, thinking, tools, shape),
         sampling=sampling_of(body, vocabulary_tokens),
-        max_tokens=_max_tokens(body),
-        stops=_stops(body),
-        stop_ids=_stop_ids(body, vocabulary_tokens),
+        max_tokens=max_tokens_of(body),
+        stops=stops_of(body),
+        stop_ids=stop_ids_of(body, vocabulary_tokens),
         ignore_eos=body.boolean("ignore_eos") or False,
         max_calls=1 if single else None,
         stream=body.boolean("stream") or False,
@@ -153,12 +153,12 @@ def fidelity_of(body: Fields, default: Fidelity) -> Fidelity:
     return cast(Fidelity, given)
 
 
-def _max_tokens(body: Fields) -> int | None:
+def max_tokens_of(body: Fields) -> int | None:
     limits = [body.integer(name, 1) for name in ("max_completion_tokens", "max_tokens")]
     return next((limit for limit in limits if limit is not None), None)
 
 
-def _stops(body: Fields) -> tuple[str, ...]:
+def stops_of(body: Fields) -> tuple[str, ...]:
     given = body.get("stop")
     stops = [given] if isinstance(given, str) else body.array("stop", MAX_STOPS) or []
     for index, stop in enumerate(stops):
@@ -167,7 +167,7 @@ def _stops(body: Fields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
-def _stop_ids(body: Fields, vocabulary_tokens: int) -> tuple[int, ...]:
+def stop_ids_of(body: Fields, vocabulary_tokens: int) -> tuple[int, ...]:
     given = body.array("stop_token_ids", MAX_STOP_IDS) or []
     entries = Fields({str(index): value for index, value in enumerate(given)}, "stop_token_ids.")
     ids = [entries.integer(str(index), 0, vocabulary_tokens - 1) for index in range(len(given))]

@@ -65,16 +65,9 @@ class Generation:
     `patience_s`: how long a complete answer waits for the engine's figures. `ending`: what the log says of it.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        prepared: Prepared,
-        tokenizer: Tokenizer,
-        patience_s: float,
-        reader: "AnswerReader | None" = None,
-    ) -> None:
+    def __init__(self, engine: Engine, prepared: Prepared, tokenizer: Tokenizer, patience_s: float) -> None:
         self.prepared = prepared
-        self.reader = reader or AnswerReader(prepared, tokenizer)
+        self.reader = AnswerReader(prepared, tokenizer)
         self.started = self.over = False
         self.ending = "not finished"
         self.stats: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """From a body's bytes to a request for the engine: everything that can be refused is refused here, before any reply."""
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -60,6 +61,19 @@ def prepare(
     the steps and ends the work by raising."""
     value = parse_object(body)
     alive()
+    return prepare_object(value, tokenizer, settings, context_tokens, alive, grammars, new_id("chatcmpl-"))
+
+
+def prepare_object(
+    value: dict[str, Any],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    context_tokens: int,
+    alive: Callable[[], None],
+    grammars: Grammars,
+    request_id: str,
+) -> Prepared:
+    """The same from a chat completion's object."""
     thinking, fidelity = settings.server.thinking, settings.tide.fidelity
     chat = parse_chat_request(Fields(value), tokenizer.vocabulary_tokens, thinking, fidelity)
     prompt = encode_prompt(chat.conversation)
@@ -67,7 +81,7 @@ def prepare(
     alive()
     guides = guides_for(chat.shape, chat.conversation, prompt.start, tokenizer, grammars)
     request = Request(
-        request_id=new_id("chatcmpl-"),
+        request_id=request_id,
         prompt_ids=prompt_ids,
         sampling=chat.sampling,
         max_tokens=fitting_max_tokens(chat.max_tokens, len(prompt_ids), context_tokens, chat.conversation),

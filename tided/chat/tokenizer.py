@@ -5,6 +5,7 @@ so no text, whatever it spells, becomes a special token.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -30,6 +31,7 @@ class Tokenizer:
         self.special_ids = special_ids
         self._bytes = self.token_bytes = bytes_by_id
         self.vocabulary_tokens = len(bytes_by_id)
+        self.special_spellings = re.compile(f"({'|'.join(map(re.escape, special_ids))})")
         self._longest_bytes = max((len(data) for data in bytes_by_id if data), default=1)
 
     @classmethod

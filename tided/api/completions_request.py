@@ -1,0 +1,144 @@
+"""The body of POST /v1/completions: texts or ids that the model goes on with, no conversation."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from tided.api.body import parse_object
+from tided.api.chat_request import MAX_N, ChatRequest, fidelity_of, max_tokens_of, sampling_of, stop_ids_of, stops_of
+from tided.api.ids import new_id
+from tided.api.prepare import Prepared, fitting_ids
+from tided.chat.deepseek_v41 import BOS, EOS
+from tided.chat.fields import Fields, refuse
+from tided.chat.messages import Conversation, Prompt, Segment
+from tided.chat.tokenizer import Tokenizer
+from tided.engine.types import Request
+from tided.errors import ContextOverflowError
+from tided.settings import Settings
+
+MAX_PROMPTS, MAX_LOGPROBS, DEFAULT_MAX_TOKENS = 8, 5, 16
+
+
+class PreparedCompletion(msgspec.Struct, frozen=True):
+    """`prepared`: prompt by prompt, `n` of each. `echoes`: what stands before each answer's text."""
+
+    prepared: list[Prepared]
+    echoes: list[str]
+
+    def without_stats(self) -> "PreparedCompletion":
+        return PreparedCompletion([one.without_stats() for one in self.prepared], self.echoes)
+
+
+def prepare_completion(
+    body: bytes | bytearray, tokenizer: Tokenizer, settings: Settings, context_tokens: int, alive: Callable[[], None]
+) -> PreparedCompletion:
+    """Runs in a thread, as `prepare.prepare` does."""
+    fields = Fields(parse_object(body))
+    alive()
+    chat = _chat(fields, tokenizer.vocabulary_tokens, settings)
+    reply_id, echo = new_id("cmpl-"), fields.boolean("echo") or False
+    max_tokens = chat.max_tokens or DEFAULT_MAX_TOKENS
+    prepared, echoes = [], []
+    for at, prompt in enumerate(_prompts(fields)):
+        ids = _ids(fields, prompt, tokenizer, context_tokens, max_tokens, alive)
+        if len(ids) + max_tokens > context_tokens:
+            raise ContextOverflowError(context_tokens, len(ids), max_tokens)
+        request = Request(
+            request_id=reply_id,
+            prompt_ids=ids,
+            sampling=chat.sampling,
+            max_tokens=max_tokens,
+            stop_ids=chat.stop_ids if chat.ignore_eos else (tokenizer.special_id(EOS), *chat.stop_ids),
+            fidelity=chat.fidelity,
+            min_tokens=chat.min_tokens,
+            logprobs=chat.logprobs,
+        )
+        one = Prepared(chat, Prompt((), "content", leading=False), request)
+        numbers = range(at * chat.n, (at + 1) * chat.n)
+        prepared += [one.variant(f"{reply_id}-{k}" if k else reply_id, k - at * chat.n) for k in numbers]
+        text = prompt if isinstance(prompt, str) else tokenizer.decoder().feed(prompt)
+        echoes += [text if echo else ""] * chat.n
+    return PreparedCompletion(prepared, echoes)
+
+
+def _chat(body: Fields, vocabulary_tokens: int, settings: Settings) -> ChatRequest:
+    """The fields that a completion shares with a chat."""
+    body.string("model")
+    if body.get("suffix"):
+        refuse("suffix", "is not supported; leave it out")
+    n = body.integer("n", 1, MAX_N) or 1
+    if (best_of := body.integer("best_of", 1)) is not None and best_of != n:
+        refuse("best_of", "is only supported where it equals n")
+    if body.get("max_tokens") == 0 and not isinstance(body.get("max_tokens"), bool):
+        refuse("max_tokens", "0 (scoring a prompt) is not supported; expected an integer of at least 1")
+    logprobs = body.integer("logprobs", 0, MAX_LOGPROBS)
+    if logprobs is not None and body.boolean("echo"):
+        refuse("echo", "log probabilities of a prompt are not supported; leave out echo or logprobs")
+    options = body.fields("stream_options")
+    return ChatRequest(
+        conversation=Conversation(messages=(), thinking=False),
+        sampling=sampling_of(body, vocabulary_tokens),
+        max_tokens=max_tokens_of(body),
+        stops=stops_of(body),
+        stop_ids=stop_ids_of(body, vocabulary_tokens),
+        ignore_eos=body.boolean("ignore_eos") or False,
+        max_calls=None,
+        stream=body.boolean("stream") or False,
+        usage_chunk=options.boolean("include_usage") or False,
+        usage_everywhere=options.boolean("continuous_usage_stats") or False,
+        show_reasoning=False,
+        show_stats=body.boolean("x_engine_stats") is not False,
+        fidelity=fidelity_of(body, settings.tide.fidelity),
+        min_tokens=body.integer("min_tokens", 0) or 0,
+        n=n,
+        logprobs=logprobs,
+    )
+
+
+def _prompts(body: Fields) -> list[str | list[int]]:
+    given = body.get("prompt")
+    if given is None or given == "" or given == []:
+        return [""]
+    if isinstance(given, str) or (isinstance(given, list) and _is_ids(given)):
+        return [given]
+    if not isinstance(given, list):
+        body.wrong("prompt", "a string, a list of token ids, or a list of either")
+    if len(given) > MAX_PROMPTS:
+        refuse("prompt", f"{len(given)} prompts, at most {MAX_PROMPTS} are allowed")
+    for at, one in enumerate(given):
+        if not isinstance(one, str) and not (isinstance(one, list) and _is_ids(one)):
+            refuse(f"prompt[{at}]", "expected a string or a list of token ids")
+    return given
+
+
+def _is_ids(given: list[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in given)
+
+
+def _ids(
+    body: Fields,
+    prompt: str | list[int],
+    tokenizer: Tokenizer,
+    context_tokens: int,
+    max_tokens: int,
+    alive: Callable[[], None],
+) -> list[int]:
+    bos = tokenizer.special_id(BOS)
+    if isinstance(prompt, str):
+        parses = body.boolean("parse_special") is not False
+        segments = tuple(_segments(prompt, tokenizer) if parses else [Segment(prompt)] if prompt else [])
+        ids = fitting_ids(tokenizer, Prompt(segments, "content"), context_tokens, max_tokens, alive)
+        return ids if (body.boolean("add_bos") is False and ids) or ids[:1] == [bos] else [bos, *ids]
+    if wrong := [value for value in prompt if not 0 <= value < tokenizer.vocabulary_tokens]:
+        refuse("prompt", f"token ids are from 0 to {tokenizer.vocabulary_tokens - 1}, got {str(wrong[0])[:40]}")
+    if len(prompt) > context_tokens:
+        raise ContextOverflowError(context_tokens, len(prompt), max_tokens)
+    return list(prompt) or [bos]
+
+
+def _segments(text: str, tokenizer: Tokenizer) -> Iterator[Segment]:
+    """Here, and only here, a client's text may spell special tokens: it writes the whole prompt."""
+    for at, piece in enumerate(tokenizer.special_spellings.split(text)):
+        if piece:
+            yield Segment(piece, special=at % 2 == 1)
