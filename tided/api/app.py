@@ -12,6 +12,7 @@ from tided.api.admission import Admission
 from tided.api.anthropic import count, messages
 from tided.api.auth import KeyRing, key_file
 from tided.api.context import CONTEXT, Context
+from tided.api.expert_map import expert_map
 from tided.api.json_text import to_json
 from tided.api.middleware import Handler, add_headers, expect, observe
 from tided.api.openai import chat_completions
