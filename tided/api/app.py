@@ -11,12 +11,14 @@ from aiohttp import web
 from tided.api.admission import Admission
 from tided.api.anthropic import count, messages
 from tided.api.auth import KeyRing, key_file
+from tided.api.completions import completions
 from tided.api.context import CONTEXT, Context
 from tided.api.expert_map import expert_map
 from tided.api.json_text import to_json
 from tided.api.middleware import Handler, add_headers, expect, observe
 from tided.api.openai import chat_completions
 from tided.api.ports import Engine, Limits
+from tided.api.responses import responses
 from tided.api.slots import Slots
 from tided.api.small_routes import health, hello, model, models, numbers_of, root, trace
 from tided.chat.deepseek_v41 import EOS, REQUIRED_SPECIALS
@@ -85,6 +87,8 @@ def _add_routes(app: web.Application) -> None:
         app.router.add_get(prefix + "/models/{id:.+}", model)
         _add(app, "GET", prefix + "/requests/{id}/residency", trace)
         _add(app, "POST", f"{prefix}/chat/completions", chat_completions)
+        _add(app, "POST", f"{prefix}/completions", completions)
+        _add(app, "POST", f"{prefix}/responses", responses)
         _add(app, "GET", f"{prefix}/expert-map", expert_map)
         _add(app, "POST", f"{prefix}/messages", messages)
         _add(app, "POST", f"{prefix}/messages/count_tokens", count)
