@@ -42,10 +42,13 @@ test-gpu: setup ## what needs a CUDA device; says so where there is none
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	  then $(BIN)/pytest -m gpu; else echo "no CUDA device here: nothing was tested"; fi
 
+fuzz: setup ## 10,000 random bodies at the OpenAI routes: an answer or a refusal in its shape, and never a hang
+	TIDE_FUZZ_EXAMPLES=3400 $(BIN)/pytest tests/api/test_openai_fuzz.py
+
 bench: setup ## where a decode step of the mini model spends its time, on two ranks
 	$(BIN)/python bench/decode_step.py profiles/mini-deepseek.toml
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
-.PHONY: help setup demo lint resolve test test-gpu bench clean
+.PHONY: help setup demo lint resolve test fuzz test-gpu bench clean
