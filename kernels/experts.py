@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.formats import fp4_rows
-from kernels.numerics import Numerics
+from kernels.numerics import NATIVE, Numerics
 from kernels.record import ExpertRecord
 from kernels.rows import ROWS, matmul
 from kernels.swiglu import clamped_swiglu
@@ -31,7 +31,11 @@ def grouped_experts(
     """x [T, D] fp32, already rounded as activation; slots [S, slot_bytes] uint8; picks [T, k] slot of each chosen
     expert; weights [T, k] fp32 -> [T, D] fp32: this rank's part of the sum over k, added in the order of k.
 
-    Raises ValueError for a pick without a slot."""
+    Raises ValueError for a pick without a slot; on a GPU, where looking would cost a wait, such a pick adds nothing."""
+    if x.is_cuda and numerics is NATIVE and len(picks) <= ROWS:
+        from kernels import experts_triton  # needs a compiler that a CPU need not have
+
+        return experts_triton.grouped_experts(x, slots, record, picks, weights, limit)
     if int(picks.min()) < 0:
         raise ValueError("a chosen expert has no slot")
     outputs = x.new_empty(*picks.shape, record.hidden)
