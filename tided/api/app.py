@@ -5,6 +5,7 @@ import ipaddress
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from importlib.metadata import version
 
 from aiohttp import web
 
@@ -15,6 +16,7 @@ from tided.api.completions import completions
 from tided.api.context import CONTEXT, Context
 from tided.api.expert_map import expert_map
 from tided.api.json_text import to_json
+from tided.api.metrics import METRICS, Metrics, metrics
 from tided.api.middleware import Handler, add_headers, expect, observe
 from tided.api.openai import chat_completions
 from tided.api.ports import Engine, Limits
@@ -56,6 +58,7 @@ def build_app(
         fingerprint=_fingerprint(identity, settings),
         context_tokens=min(settings.cache.context_tokens, settings.cache.pool_tokens),
     )
+    app[METRICS] = Metrics(engine, settings.model.served_name, version("tidelm"))
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_threads)
     _add_routes(app)
@@ -82,6 +85,7 @@ def _add_routes(app: web.Application) -> None:
     _add(app, "GET", "/", root)
     _add(app, "GET", "/health", health)
     _add(app, "GET", "/api/hello", hello)
+    _add(app, "GET", "/metrics", metrics)
     for prefix in ("/v1", "/v1/v1"):
         _add(app, "GET", f"{prefix}/models", models)
         app.router.add_get(prefix + "/models/{id:.+}", model)

@@ -9,7 +9,9 @@ from aiohttp import HttpVersion11, hdrs, web
 
 from tided.api.context import CONTEXT, NOTE, Note
 from tided.api.errors import anthropic_error_body, as_request_error, error_body, error_response
+from tided.api.generation import Generation
 from tided.api.ids import request_id
+from tided.api.metrics import METRICS
 from tided.errors import RequestError
 
 log = logging.getLogger("tided.api")
@@ -114,6 +116,9 @@ def _log(request: web.Request, note: Note, status: int, seconds: float) -> None:
     anything."""
     resource = request.match_info.route.resource
     route = resource.canonical if resource is not None else "unknown"
+    found = note.generation
+    generations = [] if found is None else [found] if isinstance(found, Generation) else found.generations
+    request.app[METRICS].ended(route, status, seconds, generations)
     line = f"request={note.request_id} method={request.method[:8]} route={route} status={status} seconds={seconds:.3f}"
     if (generation := note.generation) is not None:
         request.app[CONTEXT].request_times_s.append(seconds)
