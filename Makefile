@@ -32,7 +32,7 @@ lint: setup ## ruff and mypy
 resolve: setup ## the tested versions resolve for x86_64 and aarch64 (nothing is installed)
 	for machine in x86_64 aarch64; do \
 	  $(UV) compile --quiet --no-header --no-annotate --only-binary :all: --python-version 3.12 \
-	    --python-platform $$machine-manylinux_2_28 -c constraints.txt --extra dev pyproject.toml -o /dev/null \
+	    --python-platform $$machine-manylinux_2_31 -c constraints.txt --extra dev pyproject.toml -o /dev/null \
 	    || exit 1; echo "$$machine: resolved"; done
 
 test: lint resolve ## everything that can be tested without an accelerator

@@ -120,6 +120,7 @@ async def test_a_turn_s_items_render_as_the_chat_s_messages(server, engine):
         ({"input": 3}, "input"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": "a"}, {"role": "nobody", "content": "b"}]}, "input[1].role"),
+        ({"instructions": "s", "input": [{"role": "nobody", "content": "b"}]}, "input[0].role"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"tool_choice": "required"}, "tool_choice"),
