@@ -267,6 +267,12 @@ class FakePilot:
     def scores(self):
         return np.ones((LAYERS, EXPERTS))
 
+    def rest_scores(self):
+        return self.scores() / EXPERTS
+
+    def steadied(self, scores):
+        return scores
+
     def __init__(self, prompt=(), idle=()) -> None:
         self.prompt, self.idle = list(prompt), list(idle)
         self.told: list[tuple[str, int]] = []
@@ -289,7 +295,7 @@ class FakePilot:
     def applied(self, swaps):
         self.published += list(swaps)
 
-    def idle_plan(self):
+    def idle_plan(self, drifted=False):
         self.told.append(("idle", 0))
         swaps, self.idle = self.idle, []
         return swaps

@@ -82,6 +82,33 @@ def test_a_plan_leaves_alone_what_is_in_the_ring_or_on_its_way():
     assert {in_ for _, in_ in first + second} | set(policy.ring) == {(0, 10), (1, 11), (1, 12), (2, 13)}
 
 
+def test_a_plan_hears_of_pairs_that_have_just_come():
+    policy = hot()
+    for _ in range(30):
+        see(policy, (0, 10), (1, 11))
+    leaves = {out for out, _ in policy.plan(10)}
+    assert leaves
+    kept = next(iter(leaves))
+
+    def steadied(scores):
+        scores = scores.copy()
+        scores[kept] = 1.0
+        return scores
+
+    assert kept not in {out for out, _ in policy.plan(10, steadied)}
+
+
+def test_at_rest_the_set_goes_where_it_is_told_and_not_where_the_newest_tokens_were():
+    policy = hot()
+    for _ in range(60):
+        see(policy, (0, 10), (1, 10), (2, 10))
+        land(policy, policy.moves(3))
+    wanted = EVEN / 1000
+    wanted[:, 12] = 0.5
+    assert {in_ for _, in_ in policy.rest_plan(10, wanted)} == {(0, 12), (1, 12), (2, 12)}
+    assert policy.rest_plan(10, EVEN / SHAPE.experts) == []
+
+
 def test_a_swap_that_moves_have_overtaken_is_refused():
     policy = hot(ring_slots=1)
     for _ in range(30):

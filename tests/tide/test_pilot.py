@@ -478,6 +478,27 @@ def test_what_has_just_left_comes_back_only_when_it_is_clearly_wanted(tmp_path, 
     assert (0, 3) in plan(156), "256 tokens later it is a pair like any other"
 
 
+def test_at_rest_what_hot_reads_have_taken_away_comes_back(tmp_path):
+    """They follow the newest tokens, to the last expert of a topic if it takes long enough."""
+    tide = pilot(tmp_path, seed_file(tmp_path, [Domain(1), Domain(2)]))
+    before = coverage(tide, Domain(2))
+    request(tide, Domain(1))
+    likely = Domain(1).likely
+    for _ in range(60):
+        out = min((pair for pair in tide.residents if pair[0] == 0), key=lambda pair: likely[pair])
+        in_ = max((pair for pair in np.ndindex(likely.shape) if pair[0] == 0 and pair not in set(tide.residents)),
+                  key=lambda pair: likely[pair])  # fmt: skip
+        if likely[in_] <= likely[out]:
+            break
+        tide.applied([(out, in_)])
+    tide.request_done(*Domain(1).demand(50, tide.residents), 0, lane=0)
+    drifted = coverage(tide, Domain(2))
+    assert drifted < before
+    tide.applied(tide.idle_plan(drifted=True))
+    assert coverage(tide, Domain(2)) > drifted
+    assert tide.idle_plan(drifted=True) == [], "once a request"
+
+
 # Start
 
 

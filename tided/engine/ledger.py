@@ -130,7 +130,7 @@ class Ledger:
     def idle(self) -> None:
         """Nothing is asked for: the tide may plan."""
         if self._pilot:
-            self._plan(self._pilot.idle_plan(), "idle")
+            self._plan(self._pilot.idle_plan(self._motion.has_ring), "idle")
 
     def _published(self, moved: Moved) -> None:
         self.residency = residency_of(self._executor)
@@ -174,8 +174,11 @@ class Ledger:
         return on_host(self._executor.tap.peek(lane))
 
     def _plan(self, swaps: Sequence[PairSwap], reason: str) -> None:
-        if swaps and self._pilot and self._motion.has_ring:
-            self._motion.hot.rebase(self._pilot.scores())
+        pilot, hot = self._pilot, self._motion.hot
+        if swaps and pilot and self._motion.has_ring:  # from the same estimate as hot reads, or they undo each other
+            hot.rebase(pilot.scores())
+            most = len(swaps)
+            swaps = hot.rest_plan(most, pilot.rest_scores()) if reason == "idle" else hot.plan(most, pilot.steadied)
         self._motion.take_plan(swaps, reason)
 
     def _token(self, lane: int, token: int, now_s: float, logprob: TokenLogprob | None) -> None:

@@ -96,8 +96,6 @@ class Motion:
     def take_plan(self, swaps: Sequence[PairSwap], reason: str) -> None:
         """The plan's swaps are read next, in order. It knows the set as published, and newer traffic: what is left of
         the plan before it is dropped, what is being read is not. An empty plan has nothing to say and drops nothing."""
-        if swaps and self.has_ring:  # from the same estimate as hot reads, or they would undo each other
-            swaps = self.hot.plan(len(swaps))
         if not swaps:
             return
         plan = Plan(reason, len(swaps))

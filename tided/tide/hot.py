@@ -14,10 +14,11 @@ Rank 0 owns one `HotReads`:
     a lane's prompt is through    hot.prompt_done(mass, lane)
     a lane's request has ended    hot.request_done(mass, lane); hot.rebase(pilot.scores())
 
-Plans (after a prompt, between chunks, every so many tokens, when idle) come from the same estimate, so that plans and
+Plans (after a prompt, between chunks, every so many tokens) come from the same estimate, so that plans and
 hot reads never undo each other:
 
-    swaps = hot.plan(max_swaps)
+    swaps = hot.plan(max_swaps, pilot.steadied)
+    swaps = hot.rest_plan(max_swaps, pilot.rest_scores())       when idle: for nobody's tokens
     a read of one begins          hot.swap_begun(out, in_)
     every rank has it             hot.swapped(out, in_)                    published; `pilot.applied([(out, in_)])`
     it is given up                hot.swap_dropped(out, in_)
@@ -26,7 +27,7 @@ Ring and residents are ranked together: what is read overwrites the entry that i
 whichever of the two it is; an entry that was used in the last step survives. Pure: no clock, no chance, no torch.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +41,7 @@ from tided.tide.planner import Pair, PairSwap, swap_plan
 MARGIN = 1.2  # a newcomer must be expected to carry so many times what its victim carries
 MIN_GAIN = 0.3  # of the mean expected weight: what gains less is not worth a read
 PLAN_GAIN = 1.0  # the same for a plan, which reads what nobody has missed yet
+REST_GAIN = 0.2  # and at rest, when the disks have nothing else to do
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,21 @@ class HotReads:
         grid: Grid = self.heat.expected.reshape(self.shape.layers, self.shape.experts)
         return grid
 
-    def plan(self, max_swaps: int) -> list[PairSwap]:
-        """Swaps of residents for pairs that are neither routable nor on their way. Swaps that are being read stay."""
-        expected = self.heat.expected.copy()
-        least = PLAN_GAIN * float(expected.mean())
-        expected[sorted(self._ring | self._loading | self._arriving)] = 0.0
-        expected[sorted(self._leaving)] = 1.0
-        return swap_plan(expected.reshape(self.scores().shape), self.residents, self.floor, max_swaps, least)
+    def plan(self, max_swaps: int, steadied: Callable[[Grid], Grid] = lambda scores: scores) -> list[PairSwap]:
+        """Swaps of residents for pairs that are neither routable nor on their way. Swaps that are being read stay.
+        `steadied`: the pilot's word on pairs that have just come or gone (`Pilot.steadied`)."""
+        expected = self.scores()
+        return self._plan(steadied(expected), max_swaps, PLAN_GAIN * float(expected.mean()))
+
+    def rest_plan(self, max_swaps: int, scores: Grid) -> list[PairSwap]:
+        """The same for nobody's tokens: `scores` [layers, experts] are what the next request may want."""
+        return self._plan(scores, max_swaps, REST_GAIN * float(scores.mean()))
+
+    def _plan(self, scores: Grid, max_swaps: int, least: float) -> list[PairSwap]:
+        worth = scores.ravel().copy()
+        worth[sorted(self._ring | self._loading | self._arriving)] = 0.0
+        worth[sorted(self._leaving)] = 1.0
+        return swap_plan(worth.reshape(scores.shape), self.residents, self.floor, max_swaps, least)
 
     def moves(self, reads: int) -> Moves:
         """At most `reads` reads, the most wanted first, each with the slot that it takes."""

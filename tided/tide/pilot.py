@@ -17,6 +17,7 @@ calls it.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,12 +40,14 @@ from tided.tide.demand import (
 )
 from tided.tide.history import History
 from tided.tide.planner import Pair, PairSwap, boot_set, check_budget, first_set, swap_plan
+from tided.tide.rest import REQUESTS, cases, rest_scores
 from tided.tide.seed import Seed, layered_set
 from tided.tide.windows import Due, Windows
 
 log = logging.getLogger(__name__)
 
 MIN_GAIN = 0.005  # of the mean score: swaps that gain less are noise
+REST_GAIN = 0.2  # the same at rest, of what hot reads have left behind
 RESIDENCE_TOKENS = 64  # computed tokens for which a pair stays that was just read
 GHOST_TOKENS = 256  # computed tokens for which a pair that left has to be worth
 GHOST_MARGIN = 1.25  # so many times what it would replace
@@ -124,6 +127,7 @@ class Pilot:
         self._left: dict[Pair, int] = {}
         self._requests_since_plan = 0
         self._last = Picks()  # of the newest request that ended
+        self._recent: deque[Grid] = deque(maxlen=REQUESTS)  # what the last ones wanted, each by itself
         self._check(budget)
         self._ties = self._tie_breaks(budget)
         self._residents = set(self._first_residents(budget))
@@ -158,6 +162,19 @@ class Pilot:
     def scores(self) -> Grid:
         """[layers, experts]: what a plan made now is made from, requests still running included. Writes nothing."""
         return blended(self._preview(), self.seed.prior if self.seed else None, self.settings.prior_votes)
+
+    def rest_scores(self) -> Grid:
+        """[layers, experts]: what a set is made from that waits for a request of nobody knows which topic."""
+        seed, settings, (layers, experts, _) = self.seed, self.settings, self.shape
+        topics = [seed.topics[name] for name in sorted(seed.topics)] or [seed.prior] if seed else []
+        likely = cases(
+            topics or [np.full((layers, experts), 1.0 / experts)],
+            settings.prior_votes,
+            list(self._recent),
+            self.history.demand.mass,
+            self.sensitivity.decay,
+        )
+        return rest_scores(likely, len(self._residents), self.floor)
 
     def chunk_done(
         self, tokens: int, chunks_left: int, demand: Callable[[int], LaneDemand], *, lane: int
@@ -230,6 +247,7 @@ class Pilot:
         if vote.empty:
             return
         self.history.fold(vote, self.sensitivity.decay)
+        self._recent.append(vote.mass)
         self._requests_since_plan += 1
 
     def warmed_up(self) -> None:
@@ -237,12 +255,18 @@ class Pilot:
         the windows of running answers is forgotten."""
         self._windows.restart()
 
-    def idle_plan(self) -> list[PairSwap]:
+    def idle_plan(self, drifted: bool = False) -> list[PairSwap]:
         """A plan from all that is known, once after each request. Never by growth of the history: in equilibrium a
-        history does not grow, and adaptation would stop for good."""
+        history does not grow, and adaptation would stop for good. `drifted`: hot reads have taken the set to where the
+        newest tokens are, and nothing else takes it back before a request of another topic comes (`rest_scores`)."""
         if not self._requests_since_plan:
             return []
-        return self._plan("a request", self._last.miss_rate)
+        if not drifted or not self.sensitivity.adapts:
+            return self._plan("a request", self._last.miss_rate)
+        self._requests_since_plan = 0
+        scores = self.rest_scores() + self._ties
+        least = REST_GAIN * float(scores.mean())
+        return swap_plan(scores, self._residents, self.floor, self.settings.max_swaps, least)
 
     def _plan(self, cause: str, miss_rate: float, cap: int | None = None) -> list[PairSwap]:
         self._requests_since_plan = 0
@@ -250,7 +274,7 @@ class Pilot:
             return []
         scores = self.scores()
         least, most = MIN_GAIN * float(scores.mean()), self.settings.max_swaps if cap is None else cap
-        plan = swap_plan(self._steadied(scores), self._residents, self.floor, most, least)
+        plan = swap_plan(self.steadied(scores), self._residents, self.floor, most, least)
         if plan:
             weight = float(observed_weight(self.history.demand, self.settings.prior_votes).mean())
             log.info(
@@ -259,7 +283,7 @@ class Pilot:
             )  # fmt: skip
         return plan
 
-    def _steadied(self, scores: Grid) -> Grid:
+    def steadied(self, scores: Grid) -> Grid:
         """The scores that decide: no pair is worth more than one that has just come, and a pair that has just left is
         worth less than it was."""
         self._came = {pair: at for pair, at in self._came.items() if self._tokens - at < RESIDENCE_TOKENS}

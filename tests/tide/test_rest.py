@@ -1,0 +1,65 @@
+"""The set that waits: what it does for topics that were not asked last."""
+
+import numpy as np
+import pytest
+
+from tided.tide.demand import per_layer
+from tided.tide.planner import boot_set
+from tided.tide.rest import Cases, _best, cases, rest_scores
+
+LAYERS, EXPERTS, FLOOR, BUDGET = 4, 32, 2, 48
+
+
+def topic(number: int) -> np.ndarray:
+    """[layers, experts]: eight experts of its own in each layer, some more wanted than others, and a little of all."""
+    wants = np.full((LAYERS, EXPERTS), 0.002)
+    wants[:, 8 * number : 8 * number + 8] = 0.1 * 0.7 ** np.arange(8)
+    return per_layer(wants)
+
+
+def missed(scores: np.ndarray, wants: np.ndarray) -> float:
+    return 1.0 - sum(float(wants[pair]) for pair in boot_set(scores, BUDGET, FLOOR)) / LAYERS
+
+
+def after(requests: int, history: np.ndarray | None = None) -> Cases:
+    """Four topics in a seed of 4 votes, and so many requests of the first."""
+    asked, decay = [topic(0)] * requests, 0.93
+    total = sum((decay**age * vote for age, vote in enumerate(asked)), np.zeros((LAYERS, EXPERTS)))
+    return cases([topic(number) for number in range(4)], 4.0, asked, total if history is None else history, decay)
+
+
+@pytest.mark.parametrize("requests", [3, 6, 12])
+def test_topics_that_were_not_asked_for_a_while_find_more_than_a_mean_leaves_them(requests):
+    likely = after(requests)
+    mean, rest = np.tensordot(likely.weights, likely.wants, 1), rest_scores(likely, BUDGET, FLOOR)
+    others = [topic(number) for number in range(1, 4)]
+    assert sum(missed(rest, one) for one in others) < sum(missed(mean, one) for one in others) - 0.1
+    assert missed(rest, topic(0)) < missed(mean, topic(0)) + 0.05, "what was asked last is served about as well"
+
+
+def test_the_mean_is_what_a_harm_that_grows_evenly_would_give(monkeypatch):
+    monkeypatch.setattr("tided.tide.rest.HARM", 1.0)
+    likely = after(5)
+    mean = per_layer(np.tensordot(likely.weights, likely.wants, 1))
+    np.testing.assert_allclose(rest_scores(likely, BUDGET, FLOOR), mean)
+
+
+def test_older_requests_count_by_what_the_history_has_left_of_them():
+    old = 3.0 * topic(3)
+    likely = after(2, history=old + topic(0) * (1 + 0.93))
+    older = likely.wants[-2]
+    np.testing.assert_allclose(older, topic(3))
+    assert likely.weights[-2] == pytest.approx(3.0)
+    assert likely.weights[-1] == pytest.approx(likely.weights[:-1].sum()), "what was asked last weighs as all together"
+
+
+def test_nothing_known_is_the_seed_alone():
+    likely = cases([topic(1)], 4.0, [], np.zeros((LAYERS, EXPERTS)), 0.93)
+    np.testing.assert_allclose(rest_scores(likely, BUDGET, FLOOR), topic(1))
+
+
+@pytest.mark.parametrize("budget", [8, 9, 48, 127, 128])
+def test_the_sets_of_the_search_are_those_of_the_planner(budget):
+    scores = np.random.default_rng(budget).gamma(0.3, size=(LAYERS, EXPERTS))
+    found = np.argwhere(_best(scores.ravel(), LAYERS, budget, FLOOR).reshape(LAYERS, EXPERTS))
+    assert [tuple(pair) for pair in found.tolist()] == boot_set(scores, budget, FLOOR)
