@@ -96,7 +96,6 @@ class Forced:
         self._model, self._tap = rank.model, rank.executor.tap
         self.shape, self.open_lane, self.close_lane = rank.model.shape, rank.model.open_lane, rank.model.close_lane
         self.check = rank.model.check
-        self.check = rank.model.check
         self._hash = hashlib.blake2b(digest_size=8)
 
     def say(self, text: Text) -> Answer:
