@@ -8,6 +8,7 @@
 
 One request is one transaction, so a crash loses votes, never parts of one. A file that is damaged, of another version,
 unit, model or shape is renamed beside the new one, with a message: never deleted, never half used. No tokens, no text.
+Before a daemon's first vote of a day the file is copied (`tided.tide.backup`).
 """
 
 import logging
@@ -23,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from tided.errors import DataError, UnavailableError
+from tided.tide.backup import back_up
 from tided.tide.demand import Demand, Grid, RouterShape, Vote, checked_grid
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class History:
         self.path, self.demand, self.note = path, demand, note
         self.write_error = ""
         self._connection = connection
+        self._backed_up = ""
 
     @classmethod
     def open(cls, directory: Path, identity: str, shape: RouterShape, record: bool) -> "History":
@@ -79,6 +82,7 @@ class History:
     def fold(self, vote: Vote, decay: float) -> None:
         """One request's vote; what was there before is worth `decay` of what it was. A failed write is reported (log,
         `write_error`) and costs durability only: serving goes on, and the next write holds everything."""
+        self._back_up()
         self.demand = self.demand.folded(vote, decay)
         if self._connection is None:
             return
@@ -93,16 +97,33 @@ class History:
     def replace(self, demand: Demand) -> None:
         """What was known is forgotten for this. Raises DataError when it cannot be written; nothing is changed then."""
         assert self._connection is not None, "opened for reading"
+        self._back_up()
         try:
             _write(self._connection, demand)
         except sqlite3.Error as e:
             raise DataError(f"cannot be written: {e}", where=str(self.path)) from e
         self.demand = demand
 
+    def _back_up(self) -> None:
+        """Once a day, and tried once: a full disk is said once and not after each request."""
+        if self._connection is None or self._backed_up == (day := _day()):
+            return
+        self._backed_up = day
+        if not self.demand.requests:
+            return
+        try:
+            back_up(self._connection, self.path, day)
+        except (sqlite3.Error, OSError) as e:
+            log.warning("%s: today's backup could not be written: %s", self.path, e)
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _day() -> str:
+    return f"{datetime.now(UTC):%Y%m%d}"
 
 
 def path_of(directory: Path, identity: str, shape: RouterShape) -> Path:
