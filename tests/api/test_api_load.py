@@ -256,9 +256,9 @@ async def test_a_prompt_that_cannot_fit_is_not_tokenised_at_all(server, monkeypa
 
 
 async def test_what_a_running_answer_holds_is_not_the_prompts_text(server, engine, monkeypatch):
-    from tided.api import openai
+    from tided.api import answers
 
     held = []
-    monkeypatch.setattr(openai, "Generation", lambda *given: held.append(given[1]) or 1 / 0)
+    monkeypatch.setattr(answers, "Generation", lambda *given: held.append(given[1]) or 1 / 0)
     await server.ask(said("SECRET WORD", tools=[]))
     assert "SECRET" not in str(held[0].chat) + str(held[0].prompt)
