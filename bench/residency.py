@@ -190,6 +190,7 @@ def serving(base: Settings, budget: float, variant: Variant) -> Iterator[Server]
     settings = replace(
         base,
         experts=replace(base.experts, resident=total - variant.ring - variant.sync),
+        cache=replace(base.cache, prefix_ram_bytes=0, prefix_disk_bytes=0),  # every prompt is computed
         tide=replace(
             base.tide,
             hot_ring_slots=variant.ring,
