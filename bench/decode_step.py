@@ -93,9 +93,9 @@ class TimedModel:
         self.shape, self.prefill = rank.model.shape, rank.model.prefill
         self.open_lane, self.close_lane = rank.model.open_lane, rank.model.close_lane
 
-    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
+    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         began = time.perf_counter()
-        logits = self._model.decode(lanes, token_ids)
+        logits = self._model.decode(lanes, token_ids, counts)
         self.seconds = time.perf_counter() - began
         return logits
 

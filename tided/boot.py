@@ -24,7 +24,7 @@ import torch
 from tided import guard
 from tided.control.keys import Keys
 from tided.control.lockstep import Follower, Leader, Solo
-from tided.engine.build import OpenedModel, Rank, build_rank, open_model, open_source, scheduler_limits
+from tided.engine.build import OpenedModel, Rank, build_rank, draft_depths, open_model, open_source, scheduler_limits
 from tided.engine.core import Engine, FollowerEngine
 from tided.engine.dataplane import TorchGroup
 from tided.engine.devices import allocating, refuse_shortage, use_device
@@ -92,7 +92,8 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
             with _built(opened, 0, pairs, state_dir, loop) as built:
                 with _phase("other ranks", loop):
                     link.ready(built.residents.digest())
-                scheduler = Scheduler(scheduler_limits(settings))
+                limits = scheduler_limits(settings, built.model.draft_tokens)
+                scheduler = Scheduler(limits, depths=draft_depths(settings, built.model))
                 engine = LeaderEngine(
                     built.executor,
                     scheduler,

@@ -162,8 +162,17 @@ class Engine(Section, frozen=True):
     guard_every_steps: Annotated[
         int, _doc("numbers", "Steps between comparisons of the ranks' digests.", ge=1, le=1 << 20)
     ] = 64
+    prefill_share: Annotated[
+        float,
+        _doc("policy", "Share of the time, at most, that prompts take while answers are running.", ge=0.01, le=0.99),
+    ] = 0.3
     draft: Annotated[
-        Literal["off", "acceptance", "confidence"], _doc("numbers", "Speculative decoding.", built=False)
+        Literal["off", "1", "2", "3", "4", "5", "acceptance", "confidence"],
+        _doc(
+            "numbers",
+            "Tokens of the model's own drafter that a step verifies: none, so many, or as many as pay, by what was "
+            "accepted lately or by the drafter's own confidence.",
+        ),
     ] = "off"
 
 

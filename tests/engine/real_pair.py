@@ -9,7 +9,7 @@ from engine_fakes import Wire, tokens_of
 from msgspec.structs import replace
 
 from tided.control.lockstep import Solo
-from tided.engine.build import OpenedModel, build_rank, open_model, scheduler_limits
+from tided.engine.build import OpenedModel, build_rank, draft_depths, open_model, scheduler_limits
 from tided.engine.core import FollowerEngine
 from tided.engine.leader import LeaderEngine
 from tided.engine.offline import first_pairs, settings_of
@@ -82,7 +82,10 @@ class Served:
         threads = [threading.Thread(target=engine.run, daemon=True) for engine in others]
         for thread in threads:
             thread.start()
-        scheduler = Scheduler(scheduler_limits(model.settings))
+        drafted = self.ranks[0].model
+        scheduler = Scheduler(
+            scheduler_limits(model.settings, drafted.draft_tokens), depths=draft_depths(model.settings, drafted)
+        )
         self.engine = LeaderEngine(
             self.ranks[0].executor, scheduler, self.link, self.events.extend, self.faults.append, pilot
         )

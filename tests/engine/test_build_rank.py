@@ -1,13 +1,14 @@
 """A rank is refused in a second or built whole."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from msgspec.structs import replace
 from real_pair import GOLDEN, opened
 
-from tided.engine.build import build_rank, open_model, scheduler_limits
+from tided.engine.build import build_rank, draft_depths, open_model, scheduler_limits
 from tided.engine.offline import first_pairs, settings_of, teacher_forced
 from tided.engine.packing import pack_checkpoint
 from tided.errors import ConfigError, DataError, PairError
@@ -63,11 +64,22 @@ def test_the_scheduler_gets_every_limit_from_the_profile():
         settings_of(GOLDEN),
         experts=Experts(resident=40, spare_slots=5),
         cache=Cache(context_tokens=100, pool_tokens=300),
-        engine=Engine(lanes=3, queue=7, guard_every_steps=11),
+        engine=Engine(lanes=3, queue=7, guard_every_steps=11, prefill_share=0.2),
     )
     limits = scheduler_limits(settings)
     assert (limits.lanes, limits.queue, limits.context_tokens, limits.pool_tokens) == (3, 7, 100, 300)
+    assert limits.prefill_share == 0.2
     assert (limits.page_tokens, limits.chunk_tokens, limits.swaps, limits.guard_every_steps) == (128, 512, 5, 11)
+    assert (limits.draft_tokens, scheduler_limits(settings, 5).draft_tokens) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("draft", "mode", "fixed"), [("off", "off", 0), ("3", "fixed", 3), ("confidence", "confidence", 0)]
+)
+def test_the_policy_of_drafts_is_the_profiles(draft, mode, fixed):
+    settings = replace(settings_of(GOLDEN), engine=Engine(draft=draft))
+    depths = draft_depths(settings, SimpleNamespace(draft_tokens=5))
+    assert (depths.mode, depths.fixed, depths.most) == (mode, fixed, 5)
 
 
 def from_packs(directory, verify=False):

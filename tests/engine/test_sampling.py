@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tided.engine.sampling import draw, least_weight, noise, philox, sample
+from tided.engine.sampling import clocks, draw, least_weight, noise, philox, sample
 from tided.engine.types import Sampling
 from tided.errors import PairError
 
@@ -86,14 +86,28 @@ def test_extremes_are_greedy(sampling):
 
 @pytest.mark.parametrize("sampling", [{"top_k": 10**9}, {"top_p": 1.0}, {"top_k": 0}, {"temperature": math.inf}])
 def test_open_filters_keep_every_token_and_every_noise_is_in_range(sampling):
-    logits = torch.zeros(5000)
-    assert draw(logits, Sampling(**sampling), 0) == 0
-    assert draw(logits, Sampling(**sampling), (1 << 64) - 1) == 4999
+    logits = torch.zeros(50)
+    assert {draw(logits, Sampling(**sampling), noise(1, position)) for position in range(1000)} == set(range(50))
+    assert all(0 <= draw(logits, Sampling(**sampling), bits) < 50 for bits in (0, 1 << 63, (1 << 64) - 1))
 
 
 def test_a_wide_nucleus_over_a_large_vocabulary():
-    logits = torch.zeros(20_000)
-    assert draw(logits + torch.linspace(1e-3, 0, 20_000), Sampling(top_p=0.5), (1 << 64) - 1) in range(9_900, 10_100)
+    logits = torch.linspace(1e-3, 0, 20_000)
+    drawn = [draw(logits, Sampling(top_p=0.5), noise(3, position)) for position in range(200)]
+    assert 9_000 < max(drawn) < 10_100
+
+
+def test_clocks_are_splitmix64_and_exponential():
+    """Published first outputs of the generator for the seed 0; then the law of the clocks."""
+    words = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
+    expected = [-math.log(((word >> 11) + 0.5) * 2**-53) for word in words]
+    assert clocks(0, torch.arange(3)).tolist() == pytest.approx(expected, rel=1e-15)
+    ids = torch.tensor([7, 100_000, 3])
+    assert clocks(5, ids).tolist() == [float(clocks(5, ids[i : i + 1])) for i in range(3)]
+    times = torch.stack([clocks(noise(1, position), torch.arange(40)) for position in range(500)])
+    counts = torch.histc((-times).exp(), bins=16, min=0, max=1).double()
+    assert chi_square(counts, torch.full((16,), 20_000 / 16)) < 37.7  # 15 degrees of freedom, p = 0.001
+    assert abs(float(torch.corrcoef(times.T).triu(1).abs().max())) < 0.2  # no two tokens' clocks go together
 
 
 def test_equal_logits_pick_the_lowest_id():

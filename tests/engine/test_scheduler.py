@@ -33,11 +33,11 @@ def test_a_newcomer_and_a_running_answer_take_turns():
     ]  # fmt: skip
 
 
-def test_two_newcomers_are_computed_in_order():
+def test_two_newcomers_take_turns_so_that_a_long_prompt_does_not_hold_up_a_short_one():
     s = scheduler()
     s.submit(request("a", prompt=9))
     s.submit(request("b", prompt=4))
-    assert works(s, 4) == [Prefill(0, 0, 8), Prefill(0, 8, 1), Decode([0]), Prefill(1, 0, 4)]
+    assert works(s, 4) == [Prefill(0, 0, 8), Prefill(1, 0, 4), Decode([1]), Prefill(0, 8, 1)]
 
 
 def test_admission_prices_prompt_and_answer_and_keeps_the_order():

@@ -71,9 +71,13 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """One token for each of these lanes, in this order."""
+    """A step of each of these lanes, in this order. `drafts`: how many of a lane's proposed tokens are verified with it
+    (empty: none of any); which they are every rank knows from replicated logits. `propose`: draft for the lanes after
+    it; what was proposed before is over."""
 
     lanes: list[int]
+    drafts: list[int] = []
+    propose: bool = False
 
 
 class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

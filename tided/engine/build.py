@@ -17,6 +17,7 @@ from kernels.record import ExpertRecord
 from packers.shards import Checkpoint
 from tided.cache.pool import PAGE_TOKENS
 from tided.engine.caching import CachePlan, Caching
+from tided.engine.depth import Depths
 from tided.engine.executor import Executor
 from tided.engine.packing import pack_header
 from tided.engine.scheduler import Limits
@@ -220,7 +221,16 @@ def check_context(settings: Settings, shape: ModelShape) -> None:
         raise ConfigError(f"cache.pool_tokens = {pool}: must hold one request of cache.context_tokens = {context}")
 
 
-def scheduler_limits(settings: Settings) -> Limits:
+def draft_depths(settings: Settings, model: Model) -> Depths:
+    """The policy that `engine.draft` names, for a model that was loaded by the same settings."""
+    draft = settings.engine.draft
+    if draft == "off" or draft == "acceptance" or draft == "confidence":
+        return Depths(draft, model.draft_tokens)
+    return Depths("fixed", model.draft_tokens, int(draft))
+
+
+def scheduler_limits(settings: Settings, draft_tokens: int = 0) -> Limits:
+    """`draft_tokens`: most that a step of this model drafts."""
     return Limits(
         lanes=settings.engine.lanes,
         queue=settings.engine.queue,
@@ -232,5 +242,7 @@ def scheduler_limits(settings: Settings) -> Limits:
         guard_every_steps=settings.engine.guard_every_steps,
         can_wait=settings.tide.sync_slots > 0,
         park_tokens=settings.cache.park_tokens,
+        draft_tokens=draft_tokens,
         snapshots=settings.cache.prefix_ram_bytes + settings.cache.prefix_disk_bytes > 0,
+        prefill_share=settings.engine.prefill_share,
     )

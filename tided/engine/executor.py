@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tided.cache.chain import Chain
 from tided.control.messages import Admission, Change, Decode, Prefill, Step
+from tided.engine import drafting
 from tided.engine.caching import Caching
 from tided.engine.logits import logprobs, shaped
 from tided.engine.ports import Residents
@@ -35,6 +36,8 @@ class Lane:
     masks: set[int] = field(default_factory=set)  # of the routable sets that its prompt was computed under
     logits: Tensor | None = None  # restored with a whole prompt: its first token is to be drawn from them
     drawn: list[int] = field(default_factory=list)  # the answer so far, where penalties count it
+    drafts: list[int] = field(default_factory=list)  # proposed to come after `token`
+    sure: list[float] = field(default_factory=list)  # the drafter's confidence in each
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Executor:
         self.seq = 0
         self.plan_version = 0
         self.parts_ms: dict[str, float] = {}  # of the last step, for people
+        self.draft_s = 0.0  # of the last decode step's proposals
         self._device = tap.counts.device
         self._masks: dict[int, bytes] = {}  # of the step in hand, by lane
         self._swaps_read: dict[int, bool] = {}  # reads under way: whether they are swaps
@@ -200,8 +204,52 @@ class Executor:
     def _decode(self, work: Decode, outcome: Outcome) -> None:
         lanes = [self.lanes[index] for index in work.lanes]
         self._begin(work.lanes)
-        ids = torch.tensor([lane.token for lane in lanes], dtype=torch.int64, device=self._device)
-        self._draw(work.lanes, self.model.decode([lane.state for lane in lanes], ids), outcome)
+        states = [lane.state for lane in lanes]
+        if not any(work.drafts):
+            self._draw(work.lanes, self.model.decode(states, self._ids([lane.token for lane in lanes])), outcome)
+        else:
+            blocks = [
+                drafting.block(lane.token, lane.drafts, count) for lane, count in zip(lanes, work.drafts, strict=True)
+            ]
+            counts = [len(block) for block in blocks]
+            logits = self.model.decode(states, self._ids([token for block in blocks for token in block]), counts)
+            for index, block, rows in zip(work.lanes, blocks, torch.split(logits, counts), strict=True):
+                self._verify(index, block, rows, outcome)
+        self._propose(lanes, work.propose)
+
+    def _ids(self, tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.int64, device=self._device)
+
+    def _verify(self, index: int, block: list[int], logits: Tensor, outcome: Outcome) -> None:
+        """logits [rows, vocab] of the lane's newest token and the drafts behind it. Drafts that are not what is drawn,
+        and all behind them, never came."""
+        if len(block) == 1:
+            self._draw([index], logits, outcome)
+            return
+        lane = self.lanes[index]
+        first = lane.state.position - len(block) + 1
+        tokens = drafting.accepted(logits, block[1:], lane.request, first)
+        self.model.keep(lane.state, len(tokens))
+        self.tap.keep(index, len(tokens))
+        lane.token = tokens[-1]
+        outcome.tokens += [(index, token) for token in tokens]
+
+    def _propose(self, lanes: list[Lane], wanted: bool) -> None:
+        """Of the lanes whose draws may be foreseen."""
+        began_s = time.perf_counter()
+        for lane in lanes:
+            lane.drafts, lane.sure = [], []
+        open_ = [lane for lane in lanes if lane.request.may_draft]
+        if wanted and open_:
+            choose = drafting.chooser(
+                [lane.request.sampling for lane in open_], [lane.state.position + 1 for lane in open_]
+            )
+            draft = self.model.propose(
+                [lane.state for lane in open_], self._ids([lane.token for lane in open_]), choose
+            )
+            for lane, ids, sure in zip(open_, draft.ids.tolist(), draft.confidence.tolist(), strict=True):
+                lane.drafts, lane.sure = ids, sure
+        self.draft_s = time.perf_counter() - began_s
 
     def _draw(self, indices: list[int], logits: Tensor, outcome: Outcome) -> None:
         """logits [R, vocab], a row for each lane of `indices`."""
@@ -214,7 +262,7 @@ class Executor:
                 lane.drawn.append(token)
             if lane.request.logprobs is not None:
                 outcome.logprobs.setdefault(index, []).append(logprobs(logits[number], token, lane.request.logprobs))
-        outcome.tokens = list(zip(indices, tokens, strict=True))
+        outcome.tokens += zip(indices, tokens, strict=True)
 
     def _shaped(self, indices: list[int], logits: Tensor) -> Tensor:
         """logits [R, vocab], not changed -> [R, vocab]; the same tensor where no lane wants them otherwise."""

@@ -5,6 +5,7 @@ Each request ends exactly once: by a stop id, by its length, by a cancellation, 
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -85,8 +86,9 @@ class Ledger:
         if step.change:
             self.traces.changed(step.seq, step.change, self._motion.why, now_s)
             self._published(moved)
+        self._scheduler.took(step.work, seconds)
         if step.work is not None:
-            rows = step.work.count if isinstance(step.work, Prefill) else len(step.work.lanes)
+            rows = step.work.count if isinstance(step.work, Prefill) else len(outcome.tokens)
             if self._motion.stepped(rows):
                 self._motion.observe(self._executor.tap.take_wanted().cpu().numpy())
         if isinstance(step.work, Prefill):
@@ -96,11 +98,28 @@ class Ledger:
                 self._prompt_done(stats, step.work.lane, outcome.prompt_demand)
             elif self._pilot:
                 self._chunk_done(self._pilot, stats, step.work)
+        if isinstance(step.work, Decode):
+            self._decoded(step.work, outcome, seconds)
         told = {lane: iter(logprobs) for lane, logprobs in outcome.logprobs.items()}
         for lane, token in outcome.tokens:
-            self._token(lane, token, now_s, next(told[lane]) if lane in told else None)
+            if lane in self._scheduler.running:  # what comes behind the end of an answer in a block is dropped
+                self._token(lane, token, now_s, next(told[lane]) if lane in told else None)
         if isinstance(step.work, Decode) and self._pilot:
             self._step_done(self._pilot, step.work.lanes)
+
+    def _decoded(self, work: Decode, outcome: Outcome, seconds: float) -> None:
+        """A step of drafts that were verified, and of others that were made."""
+        came = Counter(lane for lane, _ in outcome.tokens)
+        depths = dict(zip(work.lanes, work.drafts or [0] * len(work.lanes), strict=True))
+        for lane, depth in depths.items():
+            self._stats(lane).stepped(depth, came[lane])
+        draft_s, lanes = self._executor.draft_s if work.propose else 0.0, self._executor.lanes
+        self._scheduler.depths.done(
+            {lane: (depth, came[lane]) for lane, depth in depths.items()},
+            {lane: lanes[lane].sure for lane in work.lanes},
+            seconds - draft_s,
+            draft_s if work.propose else None,
+        )
 
     def cancel(self, request_id: str) -> None:
         """Of a request that ended meanwhile nothing is left to cancel."""
@@ -165,7 +184,7 @@ class Ledger:
         """For the answers that go on."""
         totals = self._executor.tap.totals.cpu().numpy()
         running = [lane for lane in lanes if lane in self._scheduler.running]
-        answers = {lane: (self._stats(lane).decode_steps, totals[lane]) for lane in running}
+        answers = {lane: (self._stats(lane).decoded_tokens, totals[lane]) for lane in running}
         planned = pilot.step_done(answers, self._demand_so_far, self._motion.planned > 0)
         if planned is not None:
             self._plan(planned.swaps, planned.reason)
@@ -223,7 +242,7 @@ class Ledger:
             stats.decode = picks(demand)
         if self._pilot:
             counts, mass, totals = on_host(demand)
-            self._pilot.request_done(counts, mass, totals, stats.decode_steps, lane=lane)
+            self._pilot.request_done(counts, mass, totals, stats.decoded_tokens, lane=lane)
             if self._motion.has_ring:
                 self._motion.hot.request_done(mass + self._prompt_mass.pop(lane, 0.0), lane)
                 self._motion.hot.rebase(self._pilot.scores())

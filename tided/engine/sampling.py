@@ -1,10 +1,18 @@
 """The next token from logits. Every rank holds the same logits and draws the same token (C9).
 
 The noise is counter-based: 64 bits from (seed, position) alone, so a seeded request repeats whatever runs beside it and
-however its steps are cut. The draw inverts an integer distribution function: integer sums have one value in any order,
-so no reduction order of a device can make two ranks disagree.
+however its steps are cut. The draw is a race: every token has an exponential clock of its own that runs at the speed of
+its weight, and the first to ring is drawn: token i with probability w_i / sum w. No sum over tokens is taken, so no
+reduction order of a device can make two ranks disagree.
 
-Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), Philox4x32-10.
+Two distributions p and q that race with the same clocks draw the same token with probability
+sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), at least (1 - d) / (1 + d) where d is their distance in total variation:
+a draft that is nearly right is nearly always drawn alike, wherever in the vocabulary the two differ. Inverting a
+distribution function has no such bound: one token's difference shifts all that stand behind it.
+
+Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), Philox4x32-10; Steele et al., "Fast
+splittable pseudorandom number generators" (2014), SplitMix64, for the clocks; Daliri et al., "Coupling without
+communication and drafter-invariant speculative decoding" (2024).
 """
 
 from collections.abc import Sequence
@@ -20,7 +28,12 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_WEIGHT_BITS = 44  # weight of the likeliest token; 2^18 tokens of it still fit 63 bits
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # SplitMix64's constants, as signed words
+_MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+_LAST_SHIFT = 31
+
+# Relative to the likeliest: a token so unlikely is not drawn in the life of a machine, and its weight divides safely.
+_NEVER = 2.0**-64
 
 Words = tuple[int, int, int, int]
 
@@ -66,19 +79,23 @@ def first_max(logits: Tensor) -> Tensor:
 def draw(row: Tensor, sampling: Sampling, bits: int) -> int:
     """row [vocab] fp32 finite; `bits` 64 uniform bits -> a token id of the filtered distribution."""
     weights = row.to(torch.float64, copy=True).sub_(row.max()).div_(sampling.temperature).exp_()
-    least = least_weight(weights, sampling)
-    if least <= 0:
-        return _drawn(weights, bits)
-    ids = (weights >= least).nonzero().squeeze(1)
-    return int(ids[_drawn(weights[ids], bits)])
+    ids = (weights >= max(least_weight(weights, sampling), _NEVER)).nonzero().squeeze(1)
+    return int(ids[torch.argmin(clocks(bits, ids) / weights[ids])])
 
 
-def _drawn(weights: Tensor, bits: int) -> int:
-    """weights [n], changed in place -> the index that the bits fall on."""
-    cumulative = weights.mul_(1 << _WEIGHT_BITS).to(torch.int64)
-    torch.cumsum(cumulative, dim=0, out=cumulative)
-    target = bits * int(cumulative[-1]) >> 64
-    return int(torch.searchsorted(cumulative, target, right=True))
+def clocks(bits: int, ids: Tensor) -> Tensor:
+    """ids [n] int64 -> [n] float64: the exponential of each token, from the noise of a position and its id alone."""
+    word = (ids + 1).mul_(_GOLDEN).add_(bits - (1 << 64) if bits >> 63 else bits)  # wraps, as SplitMix64 does
+    for shift, factor in _MIX:
+        word.bitwise_xor_(_shifted(word, shift)).mul_(factor)
+    word.bitwise_xor_(_shifted(word, _LAST_SHIFT))
+    uniform = _shifted(word, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)  # in (0, 1), never an end
+    return uniform.log_().neg_()
+
+
+def _shifted(word: Tensor, count: int) -> Tensor:
+    """int64 shifted right as if it had no sign."""
+    return (word >> count) & ((1 << (64 - count)) - 1)
 
 
 def least_weight(weights: Tensor, sampling: Sampling) -> float:

@@ -1,8 +1,8 @@
 """What the next step does, decided from state alone: no clock, no tensor, no other rank.
 
 Requests wait in order and take a lane once the pool can hold their prompt and a page more. A newcomer's prompt is
-computed in chunks that take turns with decode steps, so a running answer waits for one chunk at most. Questions
-(`can_...`) change nothing; verbs do.
+computed in chunks, with as many decode steps between them as running answers need to keep their share of the time
+(`engine.fairness`). Questions (`can_...`) change nothing; verbs do.
 
 Contexts grow page by page. Where the pool cannot hold what the next step may add, the newest request is parked: its
 context goes to disk, its lane's number stays its own. It comes back, the oldest first and before any newcomer, when the
@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tided.control.messages import Admission, Change, Decode, Prefill, Restore, Step
+from tided.engine.depth import Depths, Row
+from tided.engine.fairness import Pace, whose_turn
 from tided.engine.recall import Recalls
 from tided.engine.types import Request
 from tided.errors import QueueFullError
@@ -27,7 +29,7 @@ RESUME_SHARE = 8  # a parked lane comes back when it can grow by an eighth: it i
 class Running:
     """A request in a lane. `computed` counts prompt tokens, `drawn` those of the answer, which begins when the whole
     prompt is computed. `pages`: what it may hold of the pool by now; 0 while it is parked. `undrawn`: the prompt was
-    restored whole, and its first token is still to be drawn."""
+    restored whole, and its first token is still to be drawn. `turn`: the step of its last chunk."""
 
     request: Request
     lane: int
@@ -36,10 +38,16 @@ class Running:
     pages: int = 0
     parked: bool = False
     undrawn: bool = False
+    turn: int = 0
 
     @property
     def in_prefill(self) -> bool:
         return self.computed < len(self.request.prompt_ids) or self.undrawn
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be drafted for the next step: it brings one more than that."""
+        return max(0, self.request.max_tokens - self.drawn - 1) if self.request.may_draft else 0
 
     @property
     def length(self) -> int:
@@ -49,10 +57,13 @@ class Running:
     def chunk(self, chunk_tokens: int) -> Prefill:
         """The next chunk of the prompt. Chunks end at multiples of `chunk_tokens` whatever runs beside them: a snapshot
         at such a place is what a computation from the start would have there."""
-        start, left = self.computed, len(self.request.prompt_ids) - self.computed
-        count = min(chunk_tokens - start % chunk_tokens, left)
+        start, count = self.computed, self.next_tokens(chunk_tokens)
         self.computed, self.undrawn = start + count, False
         return Prefill(self.lane, start, count)
+
+    def next_tokens(self, chunk_tokens: int) -> int:
+        """Of the next chunk; 0 where the prompt was restored whole."""
+        return min(chunk_tokens - self.computed % chunk_tokens, len(self.request.prompt_ids) - self.computed)
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,8 @@ class Limits:
     """Lanes, waiting requests, tokens of context of one request, of all lanes together and of a page of it, tokens of a
     prefill chunk, swaps read at once, steps between comparisons of the ranks; whether there are slots to read experts
     into before use; tokens of context that may be parked (0: a lane is admitted when the pool can hold its prompt and
-    longest answer), most tokens that a decode step drafts, whether snapshots are taken."""
+    longest answer), most tokens that a decode step drafts, whether snapshots are taken; share of the time that
+    prompts take beside running answers."""
 
     lanes: int
     queue: int
@@ -74,6 +86,7 @@ class Limits:
     park_tokens: int = 0
     draft_tokens: int = 0
     snapshots: bool = False
+    prefill_share: float = 0.3
 
     def __post_init__(self) -> None:
         if self.context_tokens > self.pool_tokens:
@@ -90,8 +103,9 @@ class Limits:
 class Scheduler:
     """`failed`: requests that a step gave up, for who tells their clients."""
 
-    def __init__(self, limits: Limits, recalls: Recalls | None = None) -> None:
+    def __init__(self, limits: Limits, recalls: Recalls | None = None, depths: Depths | None = None) -> None:
         self.limits = limits
+        self.depths = depths or Depths("off", 0)
         self.recalls = recalls or Recalls()
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Running] = {}  # by age: a lane is put in when it is admitted
@@ -100,7 +114,9 @@ class Scheduler:
         self.plan_version = 0
         self._free = deque(range(limits.lanes))
         self._release: list[int] = []
+        self.pace = Pace(limits.prefill_share)
         self._prefilled_last = False
+        self._shared = False  # a prompt waited and answers were running when the last step was decided
 
     @property
     def held_tokens(self) -> int:
@@ -161,6 +177,7 @@ class Scheduler:
         self._release.append(lane)
         self._free.append(lane)
         self.recalls.left(lane)
+        self.depths.forget(lane)
         return running
 
     def drew(self, lane: int, tokens: int) -> None:
@@ -176,7 +193,7 @@ class Scheduler:
 
     def admit(self, restore: Restore | None = None) -> Admission:
         request, lane = self.waiting.popleft(), self._free.popleft()
-        running = self.running[lane] = Running(request, lane)
+        running = self.running[lane] = Running(request, lane, turn=self.seq)
         if restore is not None:
             running.computed = restore.tokens
             running.undrawn = restore.tokens == len(request.prompt_ids)
@@ -258,13 +275,29 @@ class Scheduler:
         )  # fmt: skip
 
     def _next_work(self) -> Prefill | Decode | None:
-        newcomer = next((running for running in self.active if running.in_prefill), None)
-        decoding = [running.lane for running in self.active if not running.in_prefill]
-        if newcomer and not (decoding and self._prefilled_last):
-            self._prefilled_last = True
+        newcomer = whose_turn(running for running in self.active if running.in_prefill)
+        decoding = [running for running in self.active if not running.in_prefill]
+        self._shared = newcomer is not None and bool(decoding)
+        if not self._shared:
+            self.pace.alone()
+        if newcomer and not (decoding and self._answers_first(newcomer)):
+            self._prefilled_last, newcomer.turn = True, self.seq + 1
             return newcomer.chunk(self.limits.chunk_tokens)
         self._prefilled_last = False
-        return Decode(decoding) if decoding else None
+        if not decoding:
+            return None
+        drafts, propose = self.depths.plan([Row(running.lane, running.room) for running in decoding])
+        return Decode([running.lane for running in decoding], drafts if any(drafts) else [], propose)
+
+    def _answers_first(self, newcomer: Running) -> bool:
+        return self._prefilled_last or not self.pace.may_prefill(newcomer.next_tokens(self.limits.chunk_tokens))
+
+    def took(self, work: Prefill | Decode | None, seconds: float) -> None:
+        """The step that was decided last took so long."""
+        if isinstance(work, Prefill) and work.count:
+            self.pace.prefilled(work.count, seconds, self._shared)
+        elif isinstance(work, Decode) and self._shared:
+            self.pace.decoded(seconds)
 
     def _snapshots(self, work: Prefill | Decode | None) -> list[int]:
         if not self.limits.snapshots or not isinstance(work, Prefill) or not work.count:

@@ -1,6 +1,7 @@
 """What an answer cost: `x_engine_stats`, and one line of log without text. Every request keeps counters of its own from
 the moment it is submitted, so a cancelled one never reports its predecessor's."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,7 +132,9 @@ class RequestStats:
     prefill_s: float = 0.0
     prefilled_tokens: int = 0
     completion_tokens: int = 0
-    decode_steps: int = 0
+    decoded_tokens: int = 0
+    depths: Counter[int] = field(default_factory=Counter)  # of its decode steps, by drafts verified
+    stepped_tokens: int = 0  # that came of them, those behind the answer's end included
     passes: dict[int, tuple[Plan, int, int]] = field(
         default_factory=dict
     )  # plan, its swaps so far, tokens at the first
@@ -157,13 +160,18 @@ class RequestStats:
         self.prefill_s += seconds
 
     def token(self, now_s: float) -> None:
-        """One sampled token; the first comes with the last chunk of the prompt, the others with a decode step each."""
+        """One sampled token; the first comes with the last chunk of the prompt, the others with decode steps."""
         if self.first_token_s is None:
             self.first_token_s = now_s
         else:
-            self.decode_steps += 1
+            self.decoded_tokens += 1
         self.completion_tokens += 1
         self.last_s = now_s
+
+    def stepped(self, depth: int, tokens: int) -> None:
+        """A decode step that verified `depth` drafts brought so many tokens."""
+        self.depths[depth] += 1
+        self.stepped_tokens += tokens
 
     @property
     def decode_s(self) -> float:
@@ -187,8 +195,10 @@ class RequestStats:
             "prefill_tok_s": rounded(ratio(self.prefilled_tokens, self.prefill_s), 2),
             "ttft_s": rounded(ttft),
             "decode_s": rounded(self.decode_s),
-            "decode_tok_s": rounded(ratio(self.decode_steps, self.decode_s), 2),
-            "steps": self.decode_steps,
+            "decode_tok_s": rounded(ratio(self.decoded_tokens, self.decode_s), 2),
+            "steps": self.depths.total(),
+            "accept_len_mean": rounded(ratio(self.stepped_tokens, self.depths.total())),
+            "spec_depth": {str(depth): steps for depth, steps in sorted(self.depths.items())},
             "lane": self.lane,
             "lanes_busy": self.lanes_busy,
             "parked": self.parked,

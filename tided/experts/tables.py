@@ -1,7 +1,7 @@
 """The routable set as the model reads it, and the demand it records. Tensors are mutated in place, never replaced:
 captured graphs hold their addresses (contract C2)."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -43,6 +43,11 @@ class Seen(NamedTuple):
     missed: Tensor
     read: Tensor | None
 
+    def rows(self, rows: Tensor) -> "Seen":
+        read = None if self.read is None else self.read[rows]
+        layer, lane_of_row, wanted, scores, weights, missed, _ = self
+        return Seen(layer, lane_of_row[rows], wanted[rows], scores[rows], weights[rows], missed[rows], read)
+
 
 class Wish(NamedTuple):
     """The router's true picks of some layers of a step. layers [n]; wanted, weights [n, T, k]."""
@@ -65,6 +70,7 @@ class DemandTap:
     missed, picks read before use, picks substituted and lighter than `light`, and the weights of both.
     `wishes`: picks of all lanes, by step, since they were last taken.
     uses [3, lanes, layers, experts]: of a lane since `forget`: picks, missed weight, weight read before use.
+    Rows that a step computes and gives up again (`keep`) are in none of them.
     """
 
     def __init__(self, lanes: int, layers: int, experts: int, device: torch.device, light: float = 0.0) -> None:
@@ -73,6 +79,7 @@ class DemandTap:
         self.uses: Tensor = torch.zeros((3, lanes, layers, experts), dtype=torch.float32, device=device)
         self._totals: Tensor = torch.zeros((lanes, TOTALS), dtype=torch.float64, device=device)
         self._seen: list[Seen] = []
+        self._kept: dict[int, int] = {}
         self.wishes: deque[list[Wish]] = deque([[]], maxlen=KEPT_STEPS)
         self.light, self.enabled = light, True
 
@@ -107,6 +114,10 @@ class DemandTap:
         if self.enabled:
             self._seen.append(Seen(layer, lane_of_row, wanted, scores, weights, missed, read))
 
+    def keep(self, lane: int, rows: int) -> None:
+        """Of the lane's rows of this step, only the first `rows` count."""
+        self._kept[lane] = rows
+
     def begin_step(self) -> None:
         self.add_up()
         self.wishes.append([])
@@ -118,8 +129,23 @@ class DemandTap:
             rows = seen[0].lane_of_row
             self._add([one for one in seen if one.lane_of_row is rows])
             seen = [one for one in seen if one.lane_of_row is not rows]
+        self._kept = {}
+
+    def _counting(self, lane_of_row: Tensor) -> Tensor | None:
+        """The rows that count; None: all."""
+        if not self._kept:
+            return None
+        count, rows = Counter[int](), []
+        for row, lane in enumerate(lane_of_row.tolist()):
+            if count[lane] < self._kept.get(lane, lane_of_row.numel()):
+                rows.append(row)
+            count[lane] += 1
+        return torch.tensor(rows, dtype=torch.int64, device=lane_of_row.device)
 
     def _add(self, seen: list[Seen]) -> None:
+        counting = self._counting(seen[0].lane_of_row)
+        if counting is not None:
+            seen = [one.rows(counting) for one in seen]
         layers = torch.tensor([one.layer for one in seen], device=self._counts.device)
         wanted, weights = torch.stack([one.wanted for one in seen]), torch.stack([one.weights for one in seen])
         missed, lanes = torch.stack([one.missed for one in seen]), seen[0].lane_of_row

@@ -36,7 +36,9 @@ class Family(Protocol):
 
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
-    ) -> Model: ...
+    ) -> Model:
+        """With its drafter where `engine.draft` asks for one."""
+        ...
 
 
 _FAMILIES: dict[str, Family] = {family.name: family for family in (DeepseekV41Family(),)}

@@ -40,4 +40,5 @@ class DeepseekV41Family:
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
     ) -> DeepseekV41:
-        return load.load(checkpoint, settings, group, bank, device)
+        model = load.load(checkpoint, settings, group, bank, device)
+        return model if settings.engine.draft == "off" else load.with_drafter(model, checkpoint, device)

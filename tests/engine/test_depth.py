@@ -1,0 +1,157 @@
+"""The policy of drafts: what pays is taken, what does not is left, and nothing gets stuck."""
+
+import random
+
+import pytest
+
+from tided.engine.depth import EXPLORE_STEPS, PROBE_TOKENS, Costs, Depths, Row
+
+DRAFT_S = 0.2
+
+
+def step_s(rows: int, slope: float = 0.2) -> float:
+    return 1 + slope * (rows - 1)
+
+
+class Text:
+    """A lane whose drafts are right with one chance each; the drafter knows it, or says always the same."""
+
+    def __init__(self, chance: float, seed: int = 1, honest: bool = True) -> None:
+        self.chance, self.random, self.honest = chance, random.Random(seed), honest
+        self.sure: list[float] = []
+
+
+def run(depths: Depths, text: Text, tokens: int, cost=step_s, room: int = 10**6) -> tuple[float, list[int], int]:
+    """-> seconds, the depth of each step, how often drafts were made."""
+    seconds, taken, made, came = 0.0, [], 0, 0
+    while came < tokens:
+        (depth,), propose = depths.plan([Row(0, room)])
+        right = 0
+        while right < depth and text.random.random() < text.chance:
+            right += 1
+        took = cost(1 + depth)
+        sure = [2.0 if text.honest and text.chance > 0.5 else -2.0] * 5 if propose else []
+        depths.done({0: (depth, 1 + right)}, {0: sure}, took, DRAFT_S if propose else None)
+        seconds, came, made = seconds + took + (DRAFT_S if propose else 0.0), came + 1 + right, made + propose
+        taken.append(depth)
+    return seconds / came, taken, made
+
+
+@pytest.mark.parametrize("mode", ["acceptance", "confidence"])
+def test_good_drafts_are_taken_whole(mode):
+    seconds, taken, _ = run(Depths(mode, 5), Text(0.9), 600)
+    assert seconds < 1 / 1.7
+    assert sum(depth >= 4 for depth in taken) > 0.8 * len(taken)
+
+
+@pytest.mark.parametrize("mode", ["acceptance", "confidence"])
+def test_hopeless_drafts_cost_next_to_nothing(mode):
+    seconds, taken, made = run(Depths(mode, 5), Text(0.05), 1000)
+    assert seconds < 1 / 0.95
+    assert made <= 1000 / PROBE_TOKENS + 1000 / EXPLORE_STEPS + 8
+    assert sum(depth > 0 for depth in taken) <= made
+
+
+def test_where_rows_cost_as_much_as_steps_nothing_is_drafted():
+    seconds, taken, _ = run(Depths("acceptance", 5), Text(0.7), 1000, lambda rows: float(rows))
+    assert seconds < 1 / 0.95
+    assert sum(depth > 1 for depth in taken) < 0.05 * len(taken)
+
+
+def test_a_text_that_changes_is_noticed():
+    depths, text = Depths("acceptance", 5), Text(0.05)
+    run(depths, text, 500)
+    text.chance = 0.9
+    run(depths, text, 200)
+    seconds, _, _ = run(depths, text, 200)
+    assert seconds < 1 / 1.6
+    text.chance = 0.02
+    _, taken, _ = run(depths, text, 200)
+    assert sum(depth > 1 for depth in taken[-60:]) <= 4
+
+
+def test_a_new_answer_is_probed_whatever_the_last_was_like():
+    depths = Depths("acceptance", 5)
+    run(depths, Text(0.02), 400)
+    depths.forget(0)
+    _, taken, _ = run(depths, Text(0.9), 60)
+    assert max(taken[:6]) > 0
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("factor", [0.01, 50.0])
+@pytest.mark.parametrize("slope", [0.1, 0.3])
+def test_case_44_one_bad_timing_does_not_wedge_the_depth(width, factor, slope):
+    """One sample of a width is far off: within 200 tokens the speed is what it was."""
+    depths, text = Depths("acceptance", 5), Text(0.8)
+    healthy, _, _ = run(depths, text, 300, lambda rows: step_s(rows, slope))
+    left = [1]
+
+    def cost(rows: int) -> float:
+        if rows == width and left[0]:
+            left[0] -= 1
+            return step_s(rows, slope) * factor
+        return step_s(rows, slope)
+
+    for known in (depths, Depths("acceptance", 5)):  # with good samples before it, and as the very first
+        left[0] = 1
+        run(known, text, 200, cost)
+        after, _, _ = run(known, text, 400, lambda rows: step_s(rows, slope))
+        assert after < 1.1 * healthy
+
+
+def test_costs_between_and_beyond_what_was_measured():
+    costs = Costs()
+    assert costs.step(1, 3) is None
+    costs.tell(1, 1, 1.0, None)
+    assert costs.step(1, 1) == 1.0
+    assert costs.step(1, 3) == pytest.approx(1.7)
+    costs.tell(1, 5, 2.0, 0.3)
+    assert costs.step(1, 3) == pytest.approx(1.5)
+    assert costs.draft(1) == 0.3
+    costs.tell(1, 2, 100.0, None)
+    assert costs.step(1, 2) == 2.0  # two steps of one token each would not cost more
+    assert costs.step(2, 2) is None
+
+
+def test_medians_forget():
+    costs = Costs()
+    costs.tell(1, 1, 9.0, None)
+    for _ in range(1000):
+        costs.tell(2, 2, 1.0, None)
+    assert costs.step(1, 1) is None
+
+
+def test_fixed_and_off():
+    assert Depths("off", 5).plan([Row(0, 9)]) == ([0], False)
+    depths = Depths("fixed", 5, 3)
+    assert depths.plan([Row(0, 9), Row(1, 0)]) == ([0, 0], True)
+    depths.done({0: (0, 1), 1: (0, 1)}, {0: [0.0] * 5, 1: []}, 1.0, 0.1)
+    assert depths.plan([Row(0, 2), Row(1, 0)]) == ([2, 0], True)
+    assert Depths("fixed", 5, 9).fixed == 5
+
+
+@pytest.mark.parametrize("mode", ["fixed", "acceptance", "confidence"])
+def test_never_more_than_there_is_room_for(mode):
+    depths, text = Depths(mode, 5, 5), Text(1.0)
+    for room in (9, 5, 2, 1, 0):
+        (depth,), propose = depths.plan([Row(0, room)])
+        assert depth <= room
+        assert not (propose and room <= 1)
+        depths.done({0: (depth, depth + 1)}, {0: [text.chance * 3] * 5 if propose else []}, 1.0, 0.1)
+
+
+def test_lanes_share_the_rows_by_what_they_bring():
+    depths = Depths("acceptance", 5)
+    good, bad = random.Random(1), random.Random(2)
+    for _ in range(200):
+        plan, propose = depths.plan([Row(0, 99), Row(1, 99)])
+        right = [0, 0]
+        for lane, (chance, source) in enumerate(((0.9, good), (0.05, bad))):
+            while right[lane] < plan[lane] and source.random() < chance:
+                right[lane] += 1
+        rows = {lane: (plan[lane], 1 + right[lane]) for lane in (0, 1)}
+        depths.done(rows, {0: [0.0] * 5, 1: [0.0] * 5} if propose else {}, step_s(2 + sum(plan), 0.1), 0.1)
+    plans = [depths.plan([Row(0, 99), Row(1, 99)])[0] for _ in range(3)]
+    assert plans[0][0] >= 4
+    assert plans[0][1] <= 1

@@ -1,0 +1,163 @@
+"""An answer is the same with drafts and without: any depth, one rank or two, alone or beside another lane (C5).
+
+The golden model is random, and so is its drafter: next to nothing that it proposes is right. So that blocks are taken
+whole, in part and not at all, a prompter that knows the plain answer replaces its words at most places.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from msgspec import structs
+from real_pair import Served, opened
+from test_real_model import ask
+
+from tided.engine.depth import Depths
+from tided.models.base import Draft
+from tided.settings import Tide
+
+ANSWER = 40
+GREEDY = [ask("a", answer=ANSWER), ask("b", begin=37, tokens=33, answer=ANSWER - 7)]
+SEEDED = [
+    ask("a", answer=ANSWER, temperature=0.8, seed=5),
+    ask("b", begin=37, answer=30, temperature=1.0, top_p=0.9, seed=6),
+]
+
+
+class Alternating(Depths):
+    """A depth after the other, whatever they bring; every fifth step nothing is drafted."""
+
+    def plan(self, rows):
+        depths, _ = super().plan(rows)
+        self._turn = getattr(self, "_turn", 0) + 1
+        return [min(depth, (self._turn + i) % 6) for i, depth in enumerate(depths)], self._turn % 5 != 0
+
+
+class Prompter:
+    """The model, whose proposals are the plain answers but for every fourth position or so."""
+
+    def __init__(self, model, requests, answers) -> None:
+        self._model, self._requests, self._answers = model, requests, answers
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def propose(self, lanes, anchors, choose):
+        draft = self._model.propose(lanes, anchors, choose)
+        ids = draft.ids.clone()
+        for row, (lane, anchor) in enumerate(zip(lanes, anchors.tolist(), strict=True)):
+            for request in self._requests:
+                done, answer = lane.position - len(request.prompt_ids), self._answers[request.request_id]
+                if 0 <= done < len(answer) and answer[done] == anchor:
+                    known = answer[done + 1 : done + 1 + ids.shape[1]]
+                    for place, token in enumerate(known):
+                        if (done + place) * 7 % 4:
+                            ids[row, place] = token
+        return Draft(ids, draft.logits, draft.confidence)
+
+
+@cache
+def plain(name: str, resident: int) -> dict[str, list[int]]:
+    served = Served(opened(resident=resident, numerics="native"), {"greedy": GREEDY, "seeded": SEEDED}[name])
+    return {request.request_id: served.tokens(request.request_id) for request in GREEDY}
+
+
+def drafted(draft: str, requests, answers, ranks: int = 1, resident: int = 80) -> Served:
+    def prepare(served: Served) -> None:
+        for rank in served.ranks:
+            rank.executor.model = Prompter(rank.model, requests, answers)
+        if draft == "alternating":
+            served.engine.scheduler.depths = Alternating("fixed", 5, 5)
+
+    setting = "5" if draft == "alternating" else draft
+    return Served(opened(ranks=ranks, resident=resident, numerics="native", draft=setting), requests, prepare=prepare)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("draft", ["3", "5", "alternating", "acceptance", "confidence"])
+def test_greedy_answers_of_two_lanes(draft, ranks):
+    answers = plain("greedy", 80)
+    served = drafted(draft, GREEDY, answers, ranks)
+    assert served.faults == []
+    assert {name: served.tokens(name) for name in "ab"} == answers
+    stats = served.stats("a")
+    assert sum(stats["spec_depth"].values()) == stats["steps"] < ANSWER - 1
+    assert stats["accept_len_mean"] == pytest.approx((ANSWER - 1) / stats["steps"], abs=0.01)
+
+
+@pytest.mark.parametrize("draft", ["5", "alternating"])
+def test_seeded_answers(draft):
+    answers = plain("seeded", 80)
+    served = drafted(draft, SEEDED, answers)
+    assert {name: served.tokens(name) for name in "ab"} == answers
+    assert served.stats("a")["steps"] < ANSWER - 10
+
+
+def test_with_experts_missing_and_a_frozen_set():
+    answers = plain("greedy", 45)
+    served = drafted("alternating", GREEDY, answers, resident=45)
+    assert {name: served.tokens(name) for name in "ab"} == answers
+    assert served.stats("a")["expert_misses"] > 0
+
+
+def test_what_rejected_rows_wanted_is_nobodys_demand():
+    """The counters of an answer are those of its own tokens."""
+    answers = plain("greedy", 45)
+    one = Served(opened(resident=45, numerics="native"), GREEDY[:1]).stats("a")
+    two = drafted("alternating", GREEDY[:1], answers, resident=45).stats("a")
+    for key in ("expert_misses", "substituted_weight_share", "expert_hit_rate", "prefill", "decode"):
+        assert two[key] == one[key], key
+
+
+def test_exact_stays_exact():
+    """A quarter of the experts resident, the others read before use: the answer of all of them, drafted or not."""
+    wanted = [structs.replace(request, fidelity="exact") for request in GREEDY]
+    model = opened(resident=40, numerics="native", draft="5")
+    model = replace(model, settings=structs.replace(model.settings, tide=Tide(sync_slots=4)))
+    answers = plain("greedy", 80)
+
+    def prepare(served: Served) -> None:
+        served.engine.scheduler.depths = Alternating("fixed", 5, 5)
+        served.ranks[0].executor.model = Prompter(served.ranks[0].model, wanted, answers)
+
+    served = Served(model, wanted, prepare=prepare)
+    assert {name: served.tokens(name) for name in "ab"} == answers
+    assert served.stats("a")["steps"] < ANSWER - 1
+
+
+def test_a_penalised_lane_is_not_drafted_and_its_neighbour_is():
+    requests = [GREEDY[0], ask("b", begin=37, tokens=33, answer=20, presence_penalty=0.5)]
+    bare = Served(opened(numerics="native"), requests)
+    answers = {name: bare.tokens(name) for name in "ab"}
+    served = drafted("5", requests, answers)
+    assert {name: served.tokens(name) for name in "ab"} == answers
+    assert served.stats("b")["spec_depth"] == {"0": 19}
+    assert served.stats("a")["steps"] < ANSWER - 1
+
+
+def test_an_answer_ends_inside_a_block():
+    """At a stop id, and at its length, wherever in a block they fall."""
+    answers = plain("greedy", 80)
+    for length in (2, 3, 5, 8, 11):
+        served = drafted("5", [ask("a", answer=length)], answers)
+        assert served.tokens("a") == answers["a"][:length]
+    for place in (3, 6, 9):
+        stop = answers["a"][place]
+        served = drafted("5", [structs.replace(GREEDY[0], stop_ids=(stop,))], answers)
+        assert served.tokens("a") == answers["a"][: answers["a"].index(stop)]
+
+
+def test_the_drafter_itself_is_asked():
+    """Without the prompter: its proposals are of its own, and change no token."""
+    served = Served(opened(numerics="native", draft="5"), GREEDY)
+    assert {name: served.tokens(name) for name in "ab"} == plain("greedy", 80)
+    assert max(map(int, served.stats("a")["spec_depth"])) == 5
+
+
+def test_a_draft_has_as_many_places_as_the_model_gives():
+    model = Served(opened(numerics="native", draft="5"), []).ranks[0].model
+    lane = model.open_lane(0)
+    model.prefill(lane, torch.tensor([5, 6, 7]), "none")
+    draft = model.propose([lane], torch.tensor([8]), lambda _, logits: logits.argmax(-1))
+    assert draft.ids.shape == draft.confidence.shape == (1, model.draft_tokens)

@@ -1,0 +1,47 @@
+"""Drafted tokens: what is proposed, and what of it stays.
+
+The target's draw at a position follows from its logits and from noise that only the seed and the position decide. A
+draft is drawn from the drafter's logits with the same noise and stays exactly when the target then draws the same
+token. What comes out is the target's own draw at every position, so the distribution is the target's whatever the
+drafter thinks, and a seeded answer is the same with drafts and without. How often drafts stay depends on how alike two
+draws with shared noise are: see `tided.engine.sampling`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tided.engine.sampling import sample
+from tided.engine.types import Request, Sampling
+from tided.errors import PairError
+from tided.models.base import Choose
+
+
+def block(token: int, drafts: Sequence[int], count: int) -> list[int]:
+    """The tokens that a lane's rows compute: the newest, and `count` drafts. Raises PairError where some lack."""
+    if count > len(drafts):
+        raise PairError(f"{count} drafts are to be verified of {len(drafts)}: a message was lost")
+    return [token, *drafts[:count]]
+
+
+def accepted(logits: Tensor, drafts: Sequence[int], request: Request, first: int) -> list[int]:
+    """logits [1 + drafts, vocab], `first` the position of the token that the first row draws -> the tokens that come:
+    as many as are as drafted, and one more. A stop id is the last."""
+    tokens: list[int] = []
+    for row, draft in zip(logits, (*drafts, None), strict=True):
+        (token,) = sample(row[None], [(request.sampling, first + len(tokens))])
+        tokens.append(token)
+        if token != draft or token in request.stop_ids:
+            break
+    return tokens
+
+
+def chooser(samplings: Sequence[Sampling], firsts: Sequence[int]) -> Choose:
+    """`firsts`: the position of each lane's first draft."""
+
+    def choose(place: int, logits: Tensor) -> Tensor:
+        rows = [(sampling, first + place) for sampling, first in zip(samplings, firsts, strict=True)]
+        return torch.tensor(sample(logits, rows), dtype=torch.int64, device=logits.device)
+
+    return choose
