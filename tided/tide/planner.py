@@ -149,12 +149,13 @@ class _Leavers:
             self._offer(layer)
 
     def cheapest(self, newcomer: int) -> int | None:
-        kind = self._kind[newcomer]
+        kind = int(self._kind[newcomer])
         of_layer = self._by_layer[kind][newcomer // self._experts]
         own, other = of_layer[-1] if of_layer else None, self._cheapest_open(kind)
         if own is None or other is None:
             return own if other is None else other
-        return min(own, other, key=self._cost)
+        cheapest: int = min(own, other, key=self._cost)
+        return cheapest
 
     def swap(self, leaver: int, to_layer: int) -> None:
         layer = leaver // self._experts
