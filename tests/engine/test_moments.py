@@ -58,7 +58,7 @@ def test_a_plan_between_chunks_serves_the_rest_of_the_prompt():
 
 def test_the_pilot_hears_of_every_answer_that_goes_on():
     bench = Bench(pilot=(pilot := Watching()))
-    bench.submit(request("a", prompt=5, max_tokens=4), request("b", prompt=5, max_tokens=6))
+    bench.submit(request("a", prompt=5, max_tokens=24), request("b", prompt=5, max_tokens=26))
     bench.finish()
     together = [step for step in pilot.steps if len(step) == 2]
     assert together
@@ -66,7 +66,7 @@ def test_the_pilot_hears_of_every_answer_that_goes_on():
         for tokens, picks in step.values():
             assert picks == tokens * PICKS, "an answer's own, from its first step on"
     last = [step for step in pilot.steps if 1 in step][-1]
-    assert last[1][0] == 4, "the step that ends an answer is told by the request's end"
+    assert last[1][0] == 24, "the step that ends an answer is told by the request's end"
 
 
 def test_a_plan_while_tokens_are_generated_is_read_beside_them_with_its_reason():
