@@ -20,7 +20,7 @@ RAM = 1 << 26
 
 
 def model(ranks: int = 1, lanes: int = 1, replay: str = "full", resident: int = 80, chunk: int = 16, **cache):
-    found = opened(ranks, resident=resident, numerics="native", lanes=lanes)
+    found = opened(ranks, resident=resident, numerics="native", lanes=lanes, prefill_share=0.99)
     settings = found.settings
     return open_model(
         replace(
