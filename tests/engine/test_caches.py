@@ -20,6 +20,7 @@ RAM = 1 << 26
 
 
 def model(ranks: int = 1, lanes: int = 1, replay: str = "full", resident: int = 80, chunk: int = 16, **cache):
+    """Prompts need not wait for answers, so that which tokens meet in the pool does not depend on a clock."""
     found = opened(ranks, resident=resident, numerics="native", lanes=lanes, prefill_share=0.99)
     settings = found.settings
     return open_model(
@@ -98,7 +99,7 @@ def test_ranks_that_hold_different_snapshots_begin_where_both_can(tmp_path):
 
 @pytest.mark.parametrize(("ranks", "on_disk"), [(1, False), (2, True)])
 def test_an_answer_that_was_parked_is_as_if_it_never_was(ranks, on_disk, tmp_path):
-    requests = [ask("a", (PROMPT * 4)[:252], 136), ask("b", PROMPT[10:30], 150, seed=3)]
+    requests = [ask("a", (PROMPT * 4)[:252], 136), ask("b", PROMPT[10:30], 180, seed=3)]
     roomy = Served(model(ranks, lanes=2, pool_tokens=1024), requests)
     tight = Served(model(ranks, lanes=2, pool_tokens=640), requests, cache_dir=tmp_path if on_disk else None)
     assert tight.faults == []
