@@ -32,7 +32,8 @@ def test_the_ladder_of_one_domain():
     )
     assert done.returncode == 0, done.stderr
     rows = {row["variant"]: row for row in json.loads(done.stdout)["ladder"]}
-    assert list(rows) == ["all resident", "substitution", "+ adaptation", "+ hot reads", "+ balanced", "exact"]
+    names = ["all resident", "substitution", "+ adaptation", "+ hot reads", "+ balanced", "hot reads alone", "exact"]
+    assert list(rows) == names
     own = {name: row["domains"]["qa"]["first"] for name, row in rows.items()}
     assert rows["exact"]["equal"] == rows["exact"]["answers"] == 1
     assert own["exact"]["loss"] == own["all resident"]["loss"]

@@ -68,12 +68,6 @@ def test_a_mistake_of_ours_before_anything_runs_reaches_the_state_file(tmp_path)
     assert "by zero" in state.message
 
 
-def test_a_setting_that_this_build_does_not_act_on(profile, tmp_path):
-    code, words = tided(edited(profile, "[cache]", '[engine]\ndraft = "acceptance"\n[cache]'), 0, tmp_path / "state")
-    assert code == 78
-    assert "engine.draft" in words
-
-
 def test_a_missing_checkpoint(profile, checkpoint, tmp_path):
     code, words = tided(edited(profile, str(checkpoint), "nowhere"), 0, tmp_path / "state")
     assert code == 65

@@ -78,7 +78,8 @@ def test_experts_from_their_inputs(native_model, rounded):
 
 def test_engram_from_its_inputs(native_model, prompt, rounded, taps):
     lane = native_model.open_lane(0)
-    asked = native_model.engrams.ask([lane], prompt.view(1, -1).numpy())
+    spans = native_model.rotations.begin([lane], len(prompt)).spans
+    asked = native_model.engrams.ask(spans, prompt.numpy())
     entering = {1: rounded["prefill.resid.0"], 4: rounded["prefill.resid.3"]}
     for i, (layer, streams) in enumerate(entering.items()):
         output = native_model.engrams.layers[layer].mix(streams, asked[layer], 0)

@@ -150,10 +150,9 @@ def test_what_cannot_start_is_refused_before_anything_starts(tidectl: Tidectl, p
     text = profile.read_text()
     cases = [
         (text.replace("resident", "residents"), 78, "did you mean 'resident'?"),
-        (text + "[engine]\ndraft = 'confidence'\n", 78, "this build does not act on 'engine.draft'"),
         (text.replace("'model'", "'elsewhere'"), 65, "there is no checkpoint at"),
         (text.replace("ranks = 2", "ranks = 2\nhosts = ['203.0.113.1', '203.0.113.2']"), 78, "is an address of this"),
-        (text.replace("[server]", "[server]\nhost = '203.0.113.1'"), 78, "nothing can listen there"),
+        (text.replace("[server]", "[server]\nhost = '203.0.113.1'\nallow_open = true"), 78, "nothing can listen there"),
     ]
     for changed, code, words in cases:
         profile.write_text(changed)
