@@ -290,6 +290,66 @@ def logits(
 
 
 @app.command()
+def render(
+    family: Annotated[
+        Literal["deepseek-v41", "glm53"], typer.Option(help="The model family whose prompt format is used.")
+    ],
+    profile: Annotated[
+        str | None,
+        typer.Argument(metavar="PROFILE", autocompletion=profile_names, help="Whose tokenizer and defaults count."),
+    ] = None,
+    api: Annotated[
+        Literal["openai", "anthropic"], typer.Option(help="Whose body comes in: chat completions, or messages.")
+    ] = "openai",
+    ids: Annotated[bool, typer.Option("--ids", help="Print the token ids, one JSON array; needs PROFILE.")] = False,
+) -> None:
+    """Print the prompt that a request becomes, and nothing else: no line end is added.
+
+    The request is one JSON object on stdin: the body of an API call, or an object of "messages", "tools" and "options".
+
+    \b
+      tidectl render --family deepseek-v41 < body.json
+      tidectl render --family glm53 --api anthropic < body.json
+      tidectl render mini-deepseek --family deepseek-v41 --ids < body.json
+    """
+    from tidectl import profiles, render
+
+    render.run(family, api, profiles.find(profile) if profile else None, ids)
+
+
+@app.command()
+def parse(
+    family: Annotated[
+        Literal["deepseek-v41", "glm53"], typer.Option(help="The model family whose output format is read.")
+    ],
+    options: Annotated[
+        str,
+        typer.Option(
+            metavar="JSON",
+            help="thinking, backend_finish (stop or length), stop, tools_enabled, starts_inside_calls_block.",
+        ),
+    ] = "{}",
+    tools: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON: the request's tools, an array as OpenAI takes it.")
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Characters fed at once.  [default: all]")
+    ] = None,
+) -> None:
+    """Read what a model wrote, and print the message that clients get: one JSON object.
+
+    The generated text comes on stdin, markers as they are spelled, and is never changed by how it is fed.
+
+    \b
+      tidectl parse --family deepseek-v41 < output.txt
+      tidectl parse --family glm53 --tools tools.json --chunk 3 < output.txt
+    """
+    from tidectl import parse
+
+    parse.run(family, options, tools, chunk)
+
+
+@app.command()
 def pack(
     profile: Annotated[
         str | None, typer.Argument(metavar="PROFILE", autocompletion=profile_names, help=PROFILE_HELP)

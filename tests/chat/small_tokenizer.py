@@ -1,5 +1,6 @@
 """A byte-level BPE tokenizer of a few hundred tokens with DeepSeek's special tokens, made in the test."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -14,7 +15,7 @@ TEXT = [
 ]
 
 
-def build(directory: Path) -> Path:
+def build(directory: Path, specials: Sequence[str] = SPECIALS) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -27,7 +28,7 @@ def build(directory: Path) -> Path:
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(TEXT * 4, trainer)
     # The real checkpoint marks some of its markers as not special: both kinds must be safe.
-    tokenizer.add_special_tokens(SPECIALS[:4])
-    tokenizer.add_tokens([AddedToken(spelling, special=False, normalized=False) for spelling in SPECIALS[4:]])
+    tokenizer.add_special_tokens(list(specials[:4]))
+    tokenizer.add_tokens([AddedToken(spelling, special=False, normalized=False) for spelling in specials[4:]])
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory

@@ -1,9 +1,13 @@
 """The output parser against the reference outputs, in every cutting, by spelling and by token."""
 
+import itertools
 import json
+from collections.abc import Sequence
 
 import pytest
 from encoding_cases import cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tided.chat.deltas import CallArguments, CallStarted, Content, Reasoning
 from tided.chat.markers import BY_SPELLING, BY_TOKEN, MARKER_TOKENS
@@ -23,7 +27,11 @@ def by_token(text: str) -> str:
 def read(parser: OutputParser, text: str, size: int, reason: str = "stop") -> dict:
     """What a streaming client puts together."""
     step = size or max(len(text), 1)
-    deltas = [d for at in range(0, len(text), step) for d in parser.feed(text[at : at + step])]
+    return read_pieces(parser, [text[at : at + step] for at in range(0, len(text), step)], reason)
+
+
+def read_pieces(parser: OutputParser, pieces: Sequence[str], reason: str = "stop") -> dict:
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)]
     deltas += parser.finish(reason)
     calls: list[dict] = []
     for delta in deltas:
@@ -81,6 +89,32 @@ def test_reference_output(case, size, markers):
         else:
             assert json.loads(call["arguments"]) == json.loads(whole.arguments) == wanted["arguments"]
         assert call["arguments"] == wanted.get("arguments_text", call["arguments"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
+def test_every_single_cut_of_a_reference_output(case):
+    options, text = case["options"], case["output_text"]
+    start = "reasoning" if options["thinking"] else "content"
+
+    def parser() -> OutputParser:
+        return OutputParser(
+            start="calls" if options.get("starts_inside_calls_block") else start,
+            stops=options.get("stop", ()),
+            tools=() if options.get("tools_enabled", True) else None,
+            markers=BY_SPELLING,
+        )
+
+    def pieces(*parts: str) -> dict:
+        return without_ids(read_pieces(parser(), parts, options["backend_finish"]))
+
+    whole = pieces(text)
+    assert all(pieces(text[:at], text[at:]) == whole for at in range(1, len(text)))
+
+
+def without_ids(result: dict) -> dict:
+    for call in result["calls"]:
+        call.pop("id")
+    return result
 
 
 D = "｜DSML｜"
@@ -251,3 +285,41 @@ def test_call_ids_are_unique():
     ids = {call.id for call in parser.calls}
     assert len(ids) == 20
     assert all(len(i) == 29 and i.startswith("call_") for i in ids)
+
+
+TEXTS = st.text(st.characters(exclude_characters="<\n", exclude_categories=["Cs"]), max_size=8)
+TAGS = [
+    f"<{D}",
+    f"</{D}",
+    f"<{D} calls>",
+    " calls>",
+    "tool_calls>",
+    " invoke>",
+    ' invoke name="f">',
+    f"</{D} parameter>",
+]
+NAMES = [' parameter name="a" string="true">', ' parameter name="b">']
+PIECES = st.sampled_from(["</think>", *TAGS, *NAMES, "\n", "é潮🌊", "x", " ", '"', "<", "7"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PIECES, max_size=14), st.lists(st.integers(0, 90), max_size=6), st.sampled_from(["stop", "length"]))
+def test_no_cutting_of_anything_changes_it(parts, at, reason):
+    text = "".join(parts)
+    ends = sorted({min(end, len(text)) for end in at} | {0, len(text)})
+    pieces = [text[a:b] for a, b in itertools.pairwise(ends)]
+    for tools in ((TOOL,), None):
+        parsers = [OutputParser(start="reasoning", tools=tools, markers=BY_SPELLING) for _ in range(2)]
+        whole, cut = (
+            without_ids(read_pieces(parser, given, reason))
+            for parser, given in zip(parsers, ([text], pieces), strict=True)
+        )
+        assert whole == cut
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, TEXTS, st.dictionaries(st.sampled_from("abc"), TEXTS, max_size=3), st.integers(1, 9))
+def test_reasoning_content_and_calls_are_all_that_was_written(reasoning, content, given_arguments, size):
+    call = block(invoke("f", *(parameter(name, value) for name, value in given_arguments.items())))
+    got = parse(f"{reasoning}</think>{content}{call}", size, start="reasoning", tools=(TOOL,))
+    assert (got["reasoning"], got["content"], arguments(got)) == (reasoning, content, [given_arguments])

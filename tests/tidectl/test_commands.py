@@ -22,7 +22,20 @@ from tided.errors import NotRunningError, PermissionError_, UnavailableError
 from tided.profile.schema import KEYS
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["start", "stop", "restart", "status", "logs", "chat", "logits", "pack", "version", "profile"]
+COMMANDS = [
+    "start",
+    "stop",
+    "restart",
+    "status",
+    "logs",
+    "chat",
+    "logits",
+    "pack",
+    "render",
+    "parse",
+    "version",
+    "profile",
+]
 HEAVY = ("torch", "numpy", "triton", "aiohttp", "zmq", "tokenizers", "safetensors", "rich", "msgspec")
 
 

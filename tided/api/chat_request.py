@@ -9,6 +9,7 @@ from tided.api.messages import has_image, parse_messages, parse_tools
 from tided.api.shape import FREE, AnswerShape, parse_choice, parse_format
 from tided.api.thinking import resolve_thinking
 from tided.api.unbuilt import refuse_unbuilt
+from tided.chat.families import DEEPSEEK_V41, Family
 from tided.chat.fields import INT64_MAX, Fields, refuse
 from tided.chat.messages import Conversation, Message, Tool
 from tided.chat.text import shorten
@@ -54,7 +55,7 @@ def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fid
     if shape.bound and body.boolean("ignore_eos"):
         refuse("ignore_eos", "contradicts a grammar, which ends the answer")
     return ChatRequest(
-        conversation=_conversation(body, thinking, tools, shape),
+        conversation=_text_only(read_conversation(body, thinking, tools, shape)),
         sampling=sampling_of(body, vocabulary_tokens),
         max_tokens=max_tokens_of(body),
         stops=stops_of(body),
@@ -77,11 +78,18 @@ def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fid
     )
 
 
-def _conversation(body: Fields, thinking_default: bool, tools: tuple[Tool, ...], shape: AnswerShape) -> Conversation:
-    messages = parse_messages(body)
-    if has_image(messages):
+def _text_only(conversation: Conversation) -> Conversation:
+    if has_image(conversation.messages):
         refuse("messages", "images are not supported by this server", code="image_input_not_supported")
-    thinking, effort = resolve_thinking(body, thinking_default)
+    return conversation
+
+
+def read_conversation(
+    body: Fields, default: bool, tools: tuple[Tool, ...], shape: AnswerShape, family: Family = DEEPSEEK_V41
+) -> Conversation:
+    """What decides the prompt. `default`: whether a request that does not say is thought about."""
+    messages = parse_messages(body)
+    thinking, effort = resolve_thinking(body, default, family)
     return Conversation(
         messages=messages,
         tools=() if shape.choice.mode == "none" else tools,
@@ -90,6 +98,7 @@ def _conversation(body: Fields, thinking_default: bool, tools: tuple[Tool, ...],
         schema=shape.shown_schema,
         must_call=shape.choice.mode == "required",
         continue_final=_continues(body, messages),
+        clear_thinking=body.fields("chat_template_kwargs").boolean("clear_thinking") or False,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tided.chat.deepseek_v41 import DEFAULT_EFFORT, EFFORT_BY_NAME
+from tided.chat.families import DEEPSEEK_V41, Family
 from tided.chat.fields import Fields, refuse
 from tided.chat.messages import Conversation, Image, Message, Part, Tool, ToolCall
 
@@ -29,12 +29,14 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _UNWRITABLE = re.compile(r'["｜\x00-\x1f\x7f]')
 
 
-def parse_conversation(body: Fields, thinking: bool, images: bool = False) -> Conversation:
+def parse_conversation(
+    body: Fields, thinking: bool, images: bool = False, family: Family = DEEPSEEK_V41
+) -> Conversation:
     """`thinking`: of a request that does not say; `images`: whether the model sees any. Raises RequestError."""
     reader = _Reader(images)
     messages = reader.messages(body)
     system = reader.system(body)
-    on, effort = _thinking(body, thinking)
+    on, effort = _thinking(body, thinking, family)
     last = messages[-1]
     return Conversation(
         messages=((Message(role="system", parts=system), *messages) if system else messages),
@@ -271,7 +273,7 @@ def _tool(value: Any, path: str) -> Tool | None:
     return Tool(name=name, shown=shown | {"parameters": dict(schema.values)})
 
 
-def _thinking(body: Fields, default: bool) -> tuple[bool, int]:
+def _thinking(body: Fields, default: bool, family: Family) -> tuple[bool, int]:
     """(thinking, effort 1..100). A budget is no hard limit here, and an effort from it would change the prompt."""
     fields, output = body.fields("thinking"), body.fields("output_config")
     fields.integer("budget_tokens", 1)
@@ -282,7 +284,7 @@ def _thinking(body: Fields, default: bool) -> tuple[bool, int]:
     if effort is not None and effort not in _EFFORTS:
         _unknown_effort(output)
     on = kind != "disabled" if kind is not None else default or effort is not None
-    return on, DEFAULT_EFFORT if effort is None else EFFORT_BY_NAME[effort]
+    return on, family.default_effort if effort is None else family.efforts[effort]
 
 
 def _unknown_effort(output: Fields) -> NoReturn:

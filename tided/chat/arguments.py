@@ -1,4 +1,4 @@
-"""The arguments of one tool call as JSON text that grows while the model writes."""
+"""The arguments of one tool call: as a client sent them back, and as JSON text that grows while the model writes."""
 
 import json
 from typing import Any
@@ -21,6 +21,15 @@ def as_json(raw: str, kind: str | None) -> str:
     if value is None or (kind is None and value.startswith('"')):
         return _quote(raw)
     return value
+
+
+def sent_arguments(text: str) -> dict[str, Any]:
+    """The arguments of an earlier call, by name. What is no JSON object becomes one string parameter."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
 
 
 class Arguments:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tided.chat.arguments import sent_arguments
 from tided.chat.messages import Segment, Tool, ToolCall
 from tided.chat.segments import SegmentWriter
 
@@ -56,7 +57,7 @@ def write_calls(out: SegmentWriter, calls: Sequence[ToolCall]) -> None:
     open_calls(out)
     for call in calls:
         _tag(out, f' invoke name="{call.name}">\n')
-        for index, (name, value) in enumerate(_arguments(call.arguments).items()):
+        for index, (name, value) in enumerate(sent_arguments(call.arguments).items()):
             out.text("\n" if index else "")
             _write_parameter(out, name, value)
         out.text("\n")
@@ -80,19 +81,6 @@ def _tag(out: SegmentWriter, rest: str, *, closing: bool = False) -> None:
     out.text("</" if closing else "<")
     out.special(DSML)
     out.text(rest)
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call by name. What is no JSON object becomes one string parameter."""
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _tool_json(tool: Tool) -> str:

@@ -59,7 +59,8 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that decides a prompt. `effort` (1..100) counts in thinking mode only."""
+    """Everything that decides a prompt. `effort` (1..100) counts in thinking mode only. `clear_thinking`: reasoning
+    before the last question is left out, where the format keeps it otherwise (GLM-5.3)."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -69,6 +70,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     must_call: bool = False
     continue_final: bool = False
     open_turn: bool = True
+    clear_thinking: bool = False
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -1,0 +1,92 @@
+"""`tidectl render`: the prompt of a request, as text or as token ids."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tidectl import stdin
+from tided.api.chat_request import read_conversation
+from tided.api.messages import parse_tools
+from tided.api.shape import AnswerShape, parse_choice, parse_format
+from tided.chat.anthropic import parse_conversation
+from tided.chat.families import FAMILIES, GLM53, Family
+from tided.chat.fields import Fields, refuse
+from tided.chat.messages import Conversation
+from tided.chat.tokenizer import Tokenizer
+from tided.errors import DataError, RequestError, UsageError
+
+_OPTIONS = ("tool_choice", "response_format", "continue_final_message")
+_UNDERSTOOD = {"thinking", "reasoning_effort", "clear_thinking", "task", "add_generation_prompt", *_OPTIONS}
+
+
+def run(family: str, api: Literal["openai", "anthropic"], profile: Path | None, as_ids: bool) -> None:
+    if as_ids and profile is None:
+        raise UsageError("--ids needs a profile, for its tokenizer", hint="tidectl render PROFILE --family F --ids")
+    body = stdin.json_object(stdin.text(), "stdin")
+    thinking, tokenizer = _of_profile(profile, as_ids)
+    try:
+        prompt = FAMILIES[family].encode_prompt(conversation(FAMILIES[family], api, body, thinking))
+        text = prompt.text if tokenizer is None else json.dumps(tokenizer.encode(prompt.segments)) + "\n"
+    except RequestError as error:
+        raise DataError(error.what, where="stdin") from error
+    # The bytes themselves: an encoding of the terminal, or a translated line end, would make another prompt.
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
+
+
+def _of_profile(profile: Path | None, as_ids: bool) -> tuple[bool, Tokenizer | None]:
+    """(whether to think when a request does not say, the tokenizer where one is needed)."""
+    if profile is None:
+        return True, None
+    from tided.profile import load
+
+    settings = load(profile)
+    return settings.server.thinking, Tokenizer.open(Path(settings.model.path)) if as_ids else None
+
+
+def conversation(family: Family, api: str, body: dict[str, Any], thinking: bool) -> Conversation:
+    """Raises RequestError."""
+    if api == "anthropic":
+        return parse_conversation(Fields(body), thinking, images=True, family=family)
+    if "options" in body:
+        return _of_options(family, body, thinking)
+    return _of_body(family, Fields(body), thinking)
+
+
+def _of_body(family: Family, body: Fields, thinking: bool) -> Conversation:
+    tools = parse_tools(body)
+    shape = AnswerShape(choice=parse_choice(body, tools), format=parse_format(body))
+    return read_conversation(body, thinking, tools, shape, family)
+
+
+def _of_options(family: Family, request: dict[str, Any], thinking: bool) -> Conversation:
+    """`options` beside `messages` and `tools`: what an encoder is told, not what an API is sent."""
+    options = Fields(request).fields("options")
+    if unknown := set(options.values) - _UNDERSTOOD:
+        refuse(options.param(min(unknown)), f"is unknown; known: {', '.join(sorted(_UNDERSTOOD))}")
+    body = {name: request.get(name) for name in ("messages", "tools")}
+    body |= {name: options.get(name) for name in _OPTIONS}
+    body |= {"enable_thinking": options.boolean("thinking"), "reasoning_effort": _effort(family, options.values)}
+    read = _of_body(family, Fields(body), thinking)
+    tasks: list[Any] = [message.get("task") for message in request["messages"]]
+    last_user = max((at for at, message in enumerate(read.messages) if message.role == "user"), default=None)
+    if options.get("task") is not None and last_user is not None:
+        tasks[last_user] = options.string("task")
+    messages = (msgspec.structs.replace(m, task=task) for m, task in zip(read.messages, tasks, strict=True))
+    return msgspec.structs.replace(
+        read,
+        messages=tuple(messages),
+        open_turn=options.boolean("add_generation_prompt") is not False,
+        clear_thinking=options.boolean("clear_thinking") or False,
+    )
+
+
+def _effort(family: Family, options: Mapping[str, Any]) -> Any:
+    """GLM's template makes Max of every effort but two, where an API's names are translated first."""
+    effort = options.get("reasoning_effort")
+    return effort if family is not GLM53 or effort in ("low", "high") else "max"
