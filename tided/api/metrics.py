@@ -80,7 +80,7 @@ class Metrics(Collector):
         self.counts["cached_prompt_tokens"] += usage["prompt_cache_hit_tokens"]
         self.counts["generation_tokens"] += usage["completion_tokens"]
         self.counts["reasoning_tokens"] += usage["completion_tokens_details"]["reasoning_tokens"]
-        self.prefix_hits[str((stats.get("prefix") or {}).get("source") or "none")] += 1
+        self.prefix_hits["cache" if stats.get("prefix_cached_tokens") else "none"] += 1
         for name, key in [("queue", "queue_s"), ("prefill", "prefill_s"), ("time_to_first_token", "ttft_s")]:
             if (value := stats.get(key)) is not None:
                 self.histograms[name].observe(value)

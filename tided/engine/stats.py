@@ -199,6 +199,10 @@ class RequestStats:
             "steps": self.depths.total(),
             "accept_len_mean": rounded(ratio(self.stepped_tokens, self.depths.total())),
             "spec_depth": {str(depth): steps for depth, steps in sorted(self.depths.items())},
+            "spec": {
+                "drafted": sum(depth * steps for depth, steps in self.depths.items()),
+                "accepted": self.stepped_tokens - self.depths.total(),
+            },
             "lane": self.lane,
             "lanes_busy": self.lanes_busy,
             "parked": self.parked,
