@@ -11,7 +11,7 @@ from tided.chat.messages import Image, Message, Part, Role, Tool, ToolCall
 
 MAX_MESSAGES, MAX_PARTS, MAX_CALLS, MAX_TOOLS = 10_000, 10_000, 1_000, 512
 
-_ROLES: dict[str, Role] = {
+ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -19,8 +19,8 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
     "latest_reminder": "latest_reminder",
 }
-_TEXT_PARTS = {"text": "text", "input_text": "text", "refusal": "refusal"}
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+TEXT_PARTS = {"text": "text", "input_text": "text", "refusal": "refusal"}
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 # A name stands unescaped between quotes in the model's call tags, which open with U+FF5C.
 _UNWRITABLE = re.compile(r'["｜\x00-\x1f\x7f]')
 
@@ -53,10 +53,10 @@ def _message(value: Any, path: str) -> Message:
         refuse(path, "expected an object")
     fields = Fields(value, f"{path}.")
     role = fields.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        fields.wrong("role", f"one of {', '.join(_ROLES)}")
+    if not isinstance(role, str) or role not in ROLES:
+        fields.wrong("role", f"one of {', '.join(ROLES)}")
     return Message(
-        role=_ROLES[role],
+        role=ROLES[role],
         parts=_parts(fields),
         reasoning=_reasoning(fields) if role == "assistant" else "",
         calls=_calls(fields) if role == "assistant" else (),
@@ -89,11 +89,11 @@ def _part(value: Any, path: str) -> Part:
     if kind == "image_url":
         image = value.get("image_url")
         return Image((image if isinstance(image, str) else fields.fields("image_url").string("url")) or "")
-    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
         fields.wrong("type", "text, input_text, refusal or image_url")
-    text = fields.string(_TEXT_PARTS[kind])
+    text = fields.string(TEXT_PARTS[kind])
     if text is None:
-        refuse(fields.param(_TEXT_PARTS[kind]), "expected a string")
+        refuse(fields.param(TEXT_PARTS[kind]), "expected a string")
     return text
 
 
@@ -130,7 +130,7 @@ def _function(value: Any, path: str) -> Fields | None:
 
 def _tool(function: Fields) -> Tool:
     name = function.string("name")
-    if name is None or not _TOOL_NAME.fullmatch(name):
+    if name is None or not TOOL_NAME.fullmatch(name):
         function.wrong("name", "1 to 128 letters, digits or any of _ . : / -")
     function.string("description")
     properties = function.fields("parameters").fields("properties").values

@@ -23,8 +23,8 @@ MAX_MESSAGES, MAX_BLOCKS, MAX_TOOLS = 10_000, 10_000, 512
 
 # Claude Code's first line of the system text: it is another one with every request.
 BILLING = "x-anthropic-billing-header:"
-_EFFORTS = ("low", "medium", "high", "xhigh", "max")
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 # A name stands unescaped between quotes in the model's call tags, which open with U+FF5C.
 _UNWRITABLE = re.compile(r'["｜\x00-\x1f\x7f]')
 
@@ -260,7 +260,7 @@ def _tool(value: Any, path: str) -> Tool | None:
         log.debug("tool %s runs on Anthropic's servers and is left out", path)
         return None
     name = fields.string("name")
-    if name is None or not _TOOL_NAME.fullmatch(name):
+    if name is None or not TOOL_NAME.fullmatch(name):
         fields.wrong("name", "1 to 128 letters, digits or any of _ . : / -")
     if fields.boolean("strict"):
         refuse(fields.param("strict"), "strict tools are not supported yet; leave it out or send false")
@@ -281,11 +281,11 @@ def _thinking(body: Fields, default: bool, family: Family) -> tuple[bool, int]:
     if kind not in (None, "enabled", "adaptive", "disabled"):
         fields.wrong("type", "enabled, adaptive or disabled")
     effort = output.get("effort")
-    if effort is not None and effort not in _EFFORTS:
+    if effort is not None and effort not in EFFORTS:
         _unknown_effort(output)
     on = kind != "disabled" if kind is not None else default or effort is not None
     return on, family.default_effort if effort is None else family.efforts[effort]
 
 
 def _unknown_effort(output: Fields) -> NoReturn:
-    output.wrong("effort", f"one of {', '.join(_EFFORTS)}")
+    output.wrong("effort", f"one of {', '.join(EFFORTS)}")
