@@ -20,6 +20,7 @@ import aiohttp
 from aiohttp import web
 
 from tided.api.app import build_app, build_runner
+from tided.chat.families import DEEPSEEK_V41
 from tided.chat.messages import Segment
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Event, Finished, Request, Started, Tokens
@@ -92,7 +93,7 @@ async def measure(streams: int, seconds: float) -> None:
         experts=Experts(resident=1),
         cache=Cache(context_tokens=1 << 16, pool_tokens=1 << 20),
     )
-    runner = build_runner(build_app(source, tokenizer, settings))
+    runner = build_runner(build_app(source, tokenizer, DEEPSEEK_V41, settings))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"

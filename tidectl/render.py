@@ -11,11 +11,12 @@ import msgspec
 from tidectl import stdin
 from tided.api.chat_request import read_conversation
 from tided.api.messages import parse_tools
-from tided.api.shape import AnswerShape, parse_choice, parse_format
-from tided.chat.anthropic import parse_conversation
+from tided.api.shape import parse_choice, parse_format
+from tided.chat.anthropic import parse_request
 from tided.chat.families import FAMILIES, GLM53, Family
 from tided.chat.fields import Fields, refuse
 from tided.chat.messages import Conversation
+from tided.chat.shape import AnswerShape
 from tided.chat.tokenizer import Tokenizer
 from tided.errors import DataError, RequestError, UsageError
 
@@ -52,7 +53,8 @@ def _of_profile(profile: Path | None, as_ids: bool) -> tuple[bool, Tokenizer | N
 def conversation(family: Family, api: str, body: dict[str, Any], thinking: bool) -> Conversation:
     """Raises RequestError."""
     if api == "anthropic":
-        return parse_conversation(Fields(body), thinking, images=True, family=family)
+        read, _ = parse_request(Fields(body), thinking, images=True, family=family)
+        return read
     if "options" in body:
         return _of_options(family, body, thinking)
     return _of_body(family, Fields(body), thinking)

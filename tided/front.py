@@ -9,6 +9,7 @@ from aiohttp import web
 
 from packers.shards import Checkpoint
 from tided.api.app import build_app, build_runner
+from tided.chat.families import Family, family_of
 from tided.chat.tokenizer import Tokenizer
 from tided.control.wire import listen_tcp
 from tided.engine.client import EngineClient
@@ -26,9 +27,9 @@ class Front:
         """Raises UnavailableError: port in use; DataError: checkpoint or tokenizer; ConfigError: key file."""
         listener = listen_tcp(settings.server.host, settings.server.port, "server.port")
         try:
-            tokenizer, identity = await asyncio.to_thread(_read, Path(settings.model.path))
+            tokenizer, family, identity = await asyncio.to_thread(_read, Path(settings.model.path))
             client = EngineClient(settings.engine.lanes, settings.engine.queue)
-            runner = build_runner(build_app(client, tokenizer, settings, identity=identity))
+            runner = build_runner(build_app(client, tokenizer, family, settings, identity=identity))
             await runner.setup()
             await web.SockSite(runner, listener).start()
         except BaseException:
@@ -42,5 +43,6 @@ class Front:
             await asyncio.wait_for(self._runner.cleanup(), timeout_s)
 
 
-def _read(checkpoint: Path) -> tuple[Tokenizer, str]:
-    return Tokenizer.open(checkpoint), Checkpoint.open(checkpoint).identity()
+def _read(path: Path) -> tuple[Tokenizer, Family, str]:
+    checkpoint = Checkpoint.open(path)
+    return Tokenizer.open(path), family_of(checkpoint.config), checkpoint.identity()

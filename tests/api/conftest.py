@@ -19,6 +19,7 @@ from small_tokenizer import build
 from tided.api.app import build_app, build_runner
 from tided.api.context import CONTEXT
 from tided.api.ports import Limits
+from tided.chat.families import DEEPSEEK_V41
 from tided.chat.messages import Segment
 from tided.chat.tokenizer import Tokenizer
 
@@ -52,7 +53,7 @@ async def serve(engine, tokenizer):
     async with AsyncExitStack() as stack:
 
         async def start(limits: Limits = FAST, serves: Any = engine, **server: Any) -> Server:
-            app = build_app(serves, tokenizer, settings_with(**server), identity="weights", limits=limits)
+            app = build_app(serves, tokenizer, DEEPSEEK_V41, settings_with(**server), identity="weights", limits=limits)
             runner = build_runner(app)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

@@ -10,8 +10,9 @@ import pytest
 from scripted_engine import said, until
 
 from tided.api.ports import Limits
-from tided.chat.anthropic import parse_conversation
+from tided.chat.anthropic import parse_request
 from tided.chat.deepseek_v41 import encode_prompt
+from tided.chat.families import DEEPSEEK_V41
 from tided.chat.fields import Fields
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "encodings" / "sse_streams.json"
@@ -185,6 +186,10 @@ async def test_why_an_answer_ended(client, engine, pieces, reason, fields, stop,
     assert [block.type for block in streamed.content][: len(types)] == types
 
 
+def conversation_of(body):
+    return parse_request(Fields(body), True, family=DEEPSEEK_V41)[0]
+
+
 async def test_a_tool_round_trip_and_the_replay_of_what_was_said(client, engine, tokenizer):
     engine.script(f"plan</think>Hi{CALLS}")
     first = await client.messages.create(**ask(tools=TOOLS))
@@ -195,12 +200,12 @@ async def test_a_tool_round_trip_and_the_replay_of_what_was_said(client, engine,
     turns = [*USER, {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
     second = await client.messages.create(**ask(tools=TOOLS, messages=turns))
     assert second.content[-1].text == "done"
-    prompt = encode_prompt(parse_conversation(Fields(ask(tools=TOOLS, messages=as_json(turns))), True)).text
+    prompt = encode_prompt(conversation_of(ask(tools=TOOLS, messages=as_json(turns)))).text
     assert f"<think>plan</think>Hi\n\n<｜DSML｜ calls>\n{INVOKE_F}" in prompt
     # Results stand in the order of their calls.
     assert prompt.index("<tool_result>r-f</tool_result>") < prompt.index("<tool_result>r-g</tool_result>")
     assert engine.request.prompt_ids == tokenizer.encode(
-        encode_prompt(parse_conversation(Fields(ask(tools=TOOLS, messages=as_json(turns))), True)).segments
+        encode_prompt(conversation_of(ask(tools=TOOLS, messages=as_json(turns)))).segments
     )
 
 

@@ -13,10 +13,10 @@ from scripted_engine import said, settings_with
 
 from tided.api.body import MOST_VALUES, count_values, decompressed
 from tided.api.prepare import prepare
-from tided.chat.deepseek_v41 import EOS
-from tided.chat.grammar import Grammars
+from tided.api.served import ServedModel
+from tided.chat.families import DEEPSEEK_V41
 from tided.errors import RequestError
-from tided.settings import Tide
+from tided.settings import Cache, Tide
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 NAN = '{"messages": [{"role": "user", "content": "x"}], "temperature": %s}'
@@ -346,12 +346,11 @@ async def test_a_prompt_over_the_context(server):
 
 
 async def test_default_limit_is_the_models(tokenizer):
-    from tided.api.prepare import fitting_max_tokens
-    from tided.chat.messages import Conversation
-
-    for thinking, effort, limit in [(False, 75, 8192), (True, 75, 65536), (True, 100, 131072)]:
-        conversation = Conversation(messages=(), thinking=thinking, effort=effort)
-        assert fitting_max_tokens(None, 10, 1 << 20, conversation) == limit
+    large = settings_with(Cache(context_tokens=1 << 20, pool_tokens=1 << 20))
+    served = ServedModel.of(DEEPSEEK_V41, tokenizer, large)
+    for fields, limit in [({"enable_thinking": False}, 8192), ({}, 65536), ({"reasoning_effort": "max"}, 131072)]:
+        prepared = prepare(json.dumps(said("hi", **fields)).encode(), served, lambda: None)
+        assert prepared.request.max_tokens == limit
 
 
 async def test_continue_a_final_message(server, engine, tokenizer):
@@ -550,5 +549,5 @@ async def test_a_fidelity_that_there_is_not_is_refused_by_name(server, value):
 def test_a_request_that_does_not_say_gets_the_profiles_fidelity(tokenizer):
     body = json.dumps(said("hi")).encode()
     settings = replace(settings_with(), tide=Tide(fidelity="balanced"))
-    prepared = prepare(body, tokenizer, settings, 4096, lambda: None, Grammars(tokenizer, EOS))
+    prepared = prepare(body, ServedModel.of(DEEPSEEK_V41, tokenizer, settings), lambda: None)
     assert prepared.request.fidelity == "balanced"

@@ -16,6 +16,7 @@ from scripted_engine import ScriptedEngine, settings_with
 
 from tided.api.app import build_app, build_runner
 from tided.api.ports import Limits
+from tided.chat.families import DEEPSEEK_V41
 
 EXAMPLES = int(os.environ.get("TIDE_FUZZ_EXAMPLES", "100"))
 
@@ -103,7 +104,7 @@ def ask(tokenizer, ids) -> Iterator:
     engine = ScriptedEngine(ids)
     engine.script("think</think>", "Hel", "lo")
     with asyncio.Runner() as runner:
-        app = build_runner(build_app(engine, tokenizer, settings_with(), limits=Limits(keepalive_s=0.2)))
+        app = build_runner(build_app(engine, tokenizer, DEEPSEEK_V41, settings_with(), limits=Limits(keepalive_s=0.2)))
 
         async def start() -> aiohttp.ClientSession:
             await app.setup()

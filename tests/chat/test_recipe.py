@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from tided.api.chat_request import read_conversation
 from tided.api.messages import parse_tools
-from tided.api.shape import AnswerShape, parse_format
-from tided.chat.anthropic import parse_conversation
+from tided.api.shape import parse_format
+from tided.chat.anthropic import parse_request
 from tided.chat.deepseek_v41 import REQUIRED_SPECIALS, encode_prompt
+from tided.chat.families import DEEPSEEK_V41
 from tided.chat.fields import Fields
 from tided.chat.messages import Prompt
+from tided.chat.shape import AnswerShape
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     [*REQUIRED_SPECIALS, "<tool_result>", "é潮🌊", "\n\n", " x ", '"\\']
@@ -106,7 +108,7 @@ def of_package(request: ChatCompletionRequest | MessagesRequest) -> tuple[str, l
 def test_chat_completions(body):
     fields = Fields(body)
     prompt = encode_prompt(
-        read_conversation(fields, True, parse_tools(fields), AnswerShape(format=parse_format(fields)))
+        read_conversation(fields, True, parse_tools(fields), AnswerShape(format=parse_format(fields)), DEEPSEEK_V41)
     )
     assert (prompt.text, spans(prompt)) == of_package(ChatCompletionRequest({"model": "DeepSeek-V4.1-Flash", **body}))
 
@@ -139,5 +141,6 @@ def messages_bodies(draw):
 @given(messages_bodies())
 def test_messages(body):
     assume(not str(body.get("system", "")).startswith("x-anthropic-billing-header:"))
-    prompt = encode_prompt(parse_conversation(Fields(body), True))
+    conversation, _ = parse_request(Fields(body), True, family=DEEPSEEK_V41)
+    prompt = encode_prompt(conversation)
     assert (prompt.text, spans(prompt)) == of_package(MessagesRequest({"model": "DeepSeek-V4.1-Flash", **body}))

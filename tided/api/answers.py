@@ -7,8 +7,8 @@ from typing import Any
 from tided.api.generation import Generation, usage_of
 from tided.api.ports import Engine
 from tided.api.prepare import Prepared
+from tided.api.served import ServedModel
 from tided.chat.deltas import Delta
-from tided.chat.tokenizer import Tokenizer
 
 Piece = tuple[int, Delta]
 """(which answer, a piece of it)."""
@@ -22,7 +22,7 @@ class Answers:
         self,
         engine: Engine,
         choices: Sequence[Prepared],
-        tokenizer: Tokenizer,
+        served: ServedModel,
         patience_s: float,
         each: int,
     ) -> None:
@@ -31,7 +31,7 @@ class Answers:
         self._waits: dict[int, asyncio.Task[list[Delta] | None]] = {}
         try:
             for prepared in choices:
-                self.generations.append(Generation(engine, prepared, tokenizer, patience_s))
+                self.generations.append(Generation(engine, prepared, served, patience_s))
         except BaseException:
             self.close()
             raise

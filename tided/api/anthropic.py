@@ -15,11 +15,11 @@ async def messages(request: web.Request) -> web.StreamResponse:
     context, note = request.app[CONTEXT], request[NOTE]
 
     def work(body: bytes | bytearray, alive: Alive) -> PreparedMessage:
-        return prepare_message(body, context.tokenizer, context.settings, context.context_tokens, alive)
+        return prepare_message(body, context.served, alive)
 
     with context.admission.place(request.content_length) as place:
         message = await receive(request, context, place, work)
-        generation = Generation(context.engine, message.prepared, context.tokenizer, context.limits.keepalive_s)
+        generation = Generation(context.engine, message.prepared, context.served, context.limits.keepalive_s)
     note.generation = generation
     wire = MessageWire(generation, message.model, note.request_id)
     try:
@@ -36,7 +36,7 @@ async def count(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
 
     def work(body: bytes | bytearray, alive: Alive) -> int:
-        return count_tokens(body, context.tokenizer, context.settings, alive)
+        return count_tokens(body, context.served, alive)
 
     with context.admission.desk(request.content_length) as place:
         tokens = await receive(request, context, place, work)

@@ -7,14 +7,10 @@ import msgspec
 from tided.api.body import parse_object
 from tided.api.chat_request import MAX_STOP_CHARACTERS, MAX_STOPS, ChatRequest, fidelity_of, sampling_of
 from tided.api.ids import new_id
-from tided.api.prepare import Prepared, fitting_ids
-from tided.chat.anthropic import max_calls, parse_conversation
-from tided.chat.deepseek_v41 import EOS, encode_prompt
+from tided.api.prepare import Prepared, prepare_chat
+from tided.api.served import ServedModel
+from tided.chat.anthropic import parse_request
 from tided.chat.fields import Fields, refuse
-from tided.chat.tokenizer import Tokenizer
-from tided.engine.types import Request
-from tided.errors import ContextOverflowError
-from tided.settings import Settings
 
 
 class PreparedMessage(msgspec.Struct, frozen=True):
@@ -24,64 +20,52 @@ class PreparedMessage(msgspec.Struct, frozen=True):
     model: str
 
 
-def prepare_message(
-    body: bytes | bytearray, tokenizer: Tokenizer, settings: Settings, context_tokens: int, alive: Callable[[], None]
-) -> PreparedMessage:
+def prepare_message(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> PreparedMessage:
     """Runs in a thread, as `prepare.prepare` does. An answer longer than the room left is lowered to it: clients always
     ask for the longest."""
     fields = Fields(parse_object(body))
     alive()
-    chat = parse_message_request(fields, tokenizer.vocabulary_tokens, settings)
-    prompt = encode_prompt(chat.conversation)
-    prompt_ids = fitting_ids(tokenizer, prompt, context_tokens, 1, alive)
-    room = context_tokens - len(prompt_ids)
-    if room < 1:
-        raise ContextOverflowError(context_tokens, len(prompt_ids), 1)
-    request = Request(
-        request_id=new_id("msg_"),
-        prompt_ids=prompt_ids,
-        sampling=chat.sampling,
-        max_tokens=min(chat.max_tokens or room, room),
-        stop_ids=(tokenizer.special_id(EOS),),
-        fidelity=chat.fidelity,
-    )
-    kept = msgspec.structs.replace(chat, conversation=msgspec.structs.replace(chat.conversation, messages=()))
-    prepared = Prepared(kept, msgspec.structs.replace(prompt, segments=()), request)
-    return PreparedMessage(prepared, fields.string("model") or settings.model.served_name)
+    chat = parse_message_request(fields, served)
+    prepared = prepare_chat(chat, served, alive, new_id("msg_"), lowers=True)
+    return PreparedMessage(prepared, fields.string("model") or served.settings.model.served_name)
 
 
-def count_tokens(body: bytes | bytearray, tokenizer: Tokenizer, settings: Settings, alive: Callable[[], None]) -> int:
+def count_tokens(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> int:
     """Tokens of the prompt that `prepare_message` would make, also of one that is too long."""
     fields = Fields(parse_object(body))
     alive()
     _check_others(fields)
-    prompt = encode_prompt(parse_conversation(fields, settings.server.thinking))
+    conversation, _ = parse_request(fields, served.settings.server.thinking, family=served.family)
+    prompt = served.family.encode_prompt(conversation)
     count = 0
-    for part in tokenizer.encode_in_parts(prompt.segments):
+    for part in served.tokenizer.encode_in_parts(prompt.segments):
         alive()
         count += len(part)
     return count
 
 
-def parse_message_request(body: Fields, vocabulary_tokens: int, settings: Settings) -> ChatRequest:
+def parse_message_request(body: Fields, served: ServedModel) -> ChatRequest:
+    settings = served.settings
     max_tokens = body.integer("max_tokens", 1)
     if max_tokens is None:
         refuse("max_tokens", "expected an integer of at least 1")
     _check_others(body)
+    conversation, shape = parse_request(body, settings.server.thinking, family=served.family)
     return ChatRequest(
-        conversation=parse_conversation(body, settings.server.thinking),
-        sampling=sampling_of(body, vocabulary_tokens),
+        conversation=conversation,
+        sampling=sampling_of(body, served.tokenizer.vocabulary_tokens),
         max_tokens=max_tokens,
         stops=_stops(body),
         stop_ids=(),
         ignore_eos=False,
-        max_calls=max_calls(body),
+        max_calls=1 if shape.single else None,
         stream=body.boolean("stream") or False,
         usage_chunk=False,
         usage_everywhere=False,
         show_reasoning=True,
         show_stats=settings.server.anthropic_stats,
         fidelity=fidelity_of(body, settings.tide.fidelity),
+        shape=shape,
     )
 
 
@@ -98,6 +82,3 @@ def _check_others(body: Fields) -> None:
     body.string("model")
     if body.array("mcp_servers", 1000):
         refuse("mcp_servers", "this server calls no other servers; leave it out")
-    output = body.fields("output_config")
-    if output.get("format") is not None:
-        refuse(output.param("format"), "is not supported; leave it out")

@@ -21,10 +21,10 @@ from tided.api.middleware import Handler, add_headers, expect, observe
 from tided.api.openai import chat_completions
 from tided.api.ports import Engine, Limits
 from tided.api.responses import responses
+from tided.api.served import ServedModel
 from tided.api.slots import Slots
 from tided.api.small_routes import health, hello, model, models, numbers_of, root, trace
-from tided.chat.deepseek_v41 import EOS, REQUIRED_SPECIALS
-from tided.chat.grammar import Grammars
+from tided.chat.families import Family
 from tided.chat.tokenizer import Tokenizer
 from tided.errors import ConfigError
 from tided.settings import Server, Settings
@@ -33,14 +33,20 @@ log = logging.getLogger("tided.api")
 
 
 def build_app(
-    engine: Engine, tokenizer: Tokenizer, settings: Settings, *, identity: str = "", limits: Limits | None = None
+    engine: Engine,
+    tokenizer: Tokenizer,
+    family: Family,
+    settings: Settings,
+    *,
+    identity: str = "",
+    limits: Limits | None = None,
 ) -> web.Application:
     """`identity`: the checkpoint's content identity, part of the fingerprint that replies carry.
 
     Raises ConfigError for an unusable key file and for an address that needs one, DataError for a tokenizer without
     the model's special tokens.
     """
-    tokenizer.require(REQUIRED_SPECIALS)
+    served = ServedModel.of(family, tokenizer, settings)
     limits = limits or Limits()
     keys = KeyRing.load(key_file(settings.server))
     if keys.open and not _is_loopback(settings.server.host):
@@ -48,15 +54,12 @@ def build_app(
     app = web.Application(middlewares=[observe])
     app[CONTEXT] = Context(
         engine=engine,
-        tokenizer=tokenizer,
-        grammars=Grammars(tokenizer, EOS),
-        settings=settings,
+        served=served,
         keys=keys,
         limits=limits,
         admission=Admission(engine, settings.engine.queue, settings.server.max_body_bytes),
         slots=Slots(limits.prepare_s),
         fingerprint=_fingerprint(identity, settings),
-        context_tokens=min(settings.cache.context_tokens, settings.cache.pool_tokens),
     )
     app[METRICS] = Metrics(engine, settings.model.served_name, version("tidelm"))
     app.on_response_prepare.append(add_headers)

@@ -6,12 +6,14 @@ from typing import cast, get_args
 import msgspec
 
 from tided.api.messages import has_image, parse_messages, parse_tools
-from tided.api.shape import FREE, AnswerShape, parse_choice, parse_format
+from tided.api.served import ServedModel
+from tided.api.shape import parse_choice, parse_format
 from tided.api.thinking import resolve_thinking
 from tided.api.unbuilt import refuse_unbuilt
-from tided.chat.families import DEEPSEEK_V41, Family
+from tided.chat.families import Family
 from tided.chat.fields import INT64_MAX, Fields, refuse
 from tided.chat.messages import Conversation, Message, Tool
+from tided.chat.shape import FREE, AnswerShape
 from tided.chat.text import shorten
 from tided.engine.types import Fidelity, Sampling
 
@@ -44,8 +46,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     shape: AnswerShape = FREE
 
 
-def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fidelity: Fidelity) -> ChatRequest:
-    """`thinking`, `fidelity`: of a request that does not say."""
+def parse_chat_request(body: Fields, served: ServedModel) -> ChatRequest:
+    thinking, vocabulary_tokens = served.settings.server.thinking, served.tokenizer.vocabulary_tokens
     body.string("model")
     refuse_unbuilt(body)
     options = body.fields("stream_options")
@@ -55,7 +57,7 @@ def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fid
     if shape.bound and body.boolean("ignore_eos"):
         refuse("ignore_eos", "contradicts a grammar, which ends the answer")
     return ChatRequest(
-        conversation=_text_only(read_conversation(body, thinking, tools, shape)),
+        conversation=_text_only(read_conversation(body, thinking, tools, shape, served.family)),
         sampling=sampling_of(body, vocabulary_tokens),
         max_tokens=max_tokens_of(body),
         stops=stops_of(body),
@@ -68,7 +70,7 @@ def parse_chat_request(body: Fields, vocabulary_tokens: int, thinking: bool, fid
         show_reasoning=body.boolean("include_reasoning") is not False
         and body.fields("reasoning").boolean("exclude") is not True,
         show_stats=body.boolean("x_engine_stats") is not False,
-        fidelity=fidelity_of(body, fidelity),
+        fidelity=fidelity_of(body, served.settings.tide.fidelity),
         min_tokens=body.integer("min_tokens", 0) or 0,
         n=body.integer("n", 1, MAX_N) or 1,
         logprobs=_logprobs(body),
@@ -85,7 +87,7 @@ def _text_only(conversation: Conversation) -> Conversation:
 
 
 def read_conversation(
-    body: Fields, default: bool, tools: tuple[Tool, ...], shape: AnswerShape, family: Family = DEEPSEEK_V41
+    body: Fields, default: bool, tools: tuple[Tool, ...], shape: AnswerShape, family: Family
 ) -> Conversation:
     """What decides the prompt. `default`: whether a request that does not say is thought about."""
     messages = parse_messages(body)

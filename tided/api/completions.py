@@ -12,10 +12,10 @@ from tided.api.context import CONTEXT, NOTE
 from tided.api.errors import error_body
 from tided.api.exchange import answer_in_pieces, answer_whole, receive
 from tided.api.logprob_json import LEAST, LogprobJson
+from tided.api.served import ServedModel
 from tided.api.slots import Alive
 from tided.api.sse import DONE, comment, data
 from tided.chat.deltas import Content
-from tided.chat.tokenizer import Tokenizer
 from tided.errors import RequestError
 
 
@@ -23,20 +23,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
 
     def work(body: bytes | bytearray, alive: Alive) -> PreparedCompletion:
-        return prepare_completion(body, context.tokenizer, context.settings, context.context_tokens, alive)
+        return prepare_completion(body, context.served, alive)
 
     with context.admission.place(request.content_length) as place:
         completion = await receive(request, context, place, work)
         if request.headers.get("x-engine-stats") == "0":
             completion = completion.without_stats()
         chat = completion.prepared[0].chat
-        answers = Answers(
-            context.engine, completion.prepared, context.tokenizer, context.limits.keepalive_s, each=chat.n
-        )
+        answers = Answers(context.engine, completion.prepared, context.served, context.limits.keepalive_s, each=chat.n)
     request[NOTE].generation = answers
-    wire = CompletionWire(
-        answers, completion.echoes, context.tokenizer, context.settings.model.served_name, context.fingerprint
-    )
+    wire = CompletionWire(answers, completion.echoes, context.served, context.fingerprint)
     try:
         if chat.stream:
             return await answer_in_pieces(request, context, answers, wire, request[NOTE])
@@ -48,13 +44,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
 class CompletionWire:
     """`exchange.Writer` of completions."""
 
-    def __init__(
-        self, answers: Answers, echoes: Sequence[str], tokenizer: Tokenizer, model: str, fingerprint: str
-    ) -> None:
+    def __init__(self, answers: Answers, echoes: Sequence[str], served: ServedModel, fingerprint: str) -> None:
         self._answers, self._chat, self._echoes = answers, answers.prepared.chat, list(echoes)
         self._id, self._created = answers.prepared.request.request_id, int(time.time())
-        self._model, self._fingerprint = model, fingerprint
-        self._logprobs = LogprobJson(tokenizer)
+        self._model, self._fingerprint = served.settings.model.served_name, fingerprint
+        self._logprobs = LogprobJson(served.tokenizer)
         self._offsets = [len(echo) for echo in echoes]  # characters of text that log probabilities were given for
         self._ended = [False] * len(answers.generations)
 

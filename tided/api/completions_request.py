@@ -9,13 +9,12 @@ from tided.api.body import parse_object
 from tided.api.chat_request import MAX_N, ChatRequest, fidelity_of, max_tokens_of, sampling_of, stop_ids_of, stops_of
 from tided.api.ids import new_id
 from tided.api.prepare import Prepared, fitting_ids
-from tided.chat.deepseek_v41 import BOS, EOS
+from tided.api.served import ServedModel
 from tided.chat.fields import Fields, refuse
 from tided.chat.messages import Conversation, Prompt, Segment
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Request
 from tided.errors import ContextOverflowError
-from tided.settings import Settings
 
 MAX_PROMPTS, MAX_LOGPROBS, DEFAULT_MAX_TOKENS = 8, 5, 16
 
@@ -30,26 +29,24 @@ class PreparedCompletion(msgspec.Struct, frozen=True):
         return PreparedCompletion([one.without_stats() for one in self.prepared], self.echoes)
 
 
-def prepare_completion(
-    body: bytes | bytearray, tokenizer: Tokenizer, settings: Settings, context_tokens: int, alive: Callable[[], None]
-) -> PreparedCompletion:
+def prepare_completion(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> PreparedCompletion:
     """Runs in a thread, as `prepare.prepare` does."""
     fields = Fields(parse_object(body))
     alive()
-    chat = _chat(fields, tokenizer.vocabulary_tokens, settings)
+    chat = _chat(fields, served)
     reply_id, echo = new_id("cmpl-"), fields.boolean("echo") or False
     max_tokens = chat.max_tokens or DEFAULT_MAX_TOKENS
     prepared, echoes = [], []
     for at, prompt in enumerate(_prompts(fields)):
-        ids = _ids(fields, prompt, tokenizer, context_tokens, max_tokens, alive)
-        if len(ids) + max_tokens > context_tokens:
-            raise ContextOverflowError(context_tokens, len(ids), max_tokens)
+        ids = _ids(fields, prompt, served, max_tokens, alive)
+        if len(ids) + max_tokens > served.context_tokens:
+            raise ContextOverflowError(served.context_tokens, len(ids), max_tokens)
         request = Request(
             request_id=reply_id,
             prompt_ids=ids,
             sampling=chat.sampling,
             max_tokens=max_tokens,
-            stop_ids=chat.stop_ids if chat.ignore_eos else (tokenizer.special_id(EOS), *chat.stop_ids),
+            stop_ids=chat.stop_ids if chat.ignore_eos else (*served.stop_ids, *chat.stop_ids),
             fidelity=chat.fidelity,
             min_tokens=chat.min_tokens,
             logprobs=chat.logprobs,
@@ -57,13 +54,14 @@ def prepare_completion(
         one = Prepared(chat, Prompt((), "content", leading=False), request)
         numbers = range(at * chat.n, (at + 1) * chat.n)
         prepared += [one.variant(f"{reply_id}-{k}" if k else reply_id, k - at * chat.n) for k in numbers]
-        text = prompt if isinstance(prompt, str) else tokenizer.decoder().feed(prompt)
+        text = prompt if isinstance(prompt, str) else served.tokenizer.decoder().feed(prompt)
         echoes += [text if echo else ""] * chat.n
     return PreparedCompletion(prepared, echoes)
 
 
-def _chat(body: Fields, vocabulary_tokens: int, settings: Settings) -> ChatRequest:
+def _chat(body: Fields, served: ServedModel) -> ChatRequest:
     """The fields that a completion shares with a chat."""
+    vocabulary_tokens = served.tokenizer.vocabulary_tokens
     body.string("model")
     if body.get("suffix"):
         refuse("suffix", "is not supported; leave it out")
@@ -89,7 +87,7 @@ def _chat(body: Fields, vocabulary_tokens: int, settings: Settings) -> ChatReque
         usage_everywhere=options.boolean("continuous_usage_stats") or False,
         show_reasoning=False,
         show_stats=body.boolean("x_engine_stats") is not False,
-        fidelity=fidelity_of(body, settings.tide.fidelity),
+        fidelity=fidelity_of(body, served.settings.tide.fidelity),
         min_tokens=body.integer("min_tokens", 0) or 0,
         n=n,
         logprobs=logprobs,
@@ -117,24 +115,21 @@ def _is_ids(given: list[Any]) -> bool:
 
 
 def _ids(
-    body: Fields,
-    prompt: str | list[int],
-    tokenizer: Tokenizer,
-    context_tokens: int,
-    max_tokens: int,
-    alive: Callable[[], None],
+    body: Fields, prompt: str | list[int], served: ServedModel, max_tokens: int, alive: Callable[[], None]
 ) -> list[int]:
-    bos = tokenizer.special_id(BOS)
+    tokenizer, context_tokens = served.tokenizer, served.context_tokens
+    begin = [tokenizer.special_id(token) for token in served.family.begin]
     if isinstance(prompt, str):
         parses = body.boolean("parse_special") is not False
         segments = tuple(_segments(prompt, tokenizer) if parses else [Segment(prompt)] if prompt else [])
         ids = fitting_ids(tokenizer, Prompt(segments, "content"), context_tokens, max_tokens, alive)
-        return ids if (body.boolean("add_bos") is False and ids) or ids[:1] == [bos] else [bos, *ids]
+        has_begun = ids[: len(begin)] == begin
+        return ids if has_begun or (body.boolean("add_bos") is False and ids) else [*begin, *ids]
     if wrong := [value for value in prompt if not 0 <= value < tokenizer.vocabulary_tokens]:
         refuse("prompt", f"token ids are from 0 to {tokenizer.vocabulary_tokens - 1}, got {str(wrong[0])[:40]}")
     if len(prompt) > context_tokens:
         raise ContextOverflowError(context_tokens, len(prompt), max_tokens)
-    return list(prompt) or [bos]
+    return list(prompt) or begin
 
 
 def _segments(text: str, tokenizer: Tokenizer) -> Iterator[Segment]:

@@ -12,28 +12,23 @@ from tided.api.answers import Answers
 from tided.api.auth import KeyRing
 from tided.api.generation import Generation
 from tided.api.ports import Engine, Limits
+from tided.api.served import ServedModel
 from tided.api.slots import Slots
-from tided.chat.grammar import Grammars
-from tided.chat.tokenizer import Tokenizer
-from tided.settings import Settings
 
 _RETRY_MOST_S, _RETRY_DRAINING_S = 60, 30
 
 
 @dataclass(frozen=True)
 class Context:
-    """`context_tokens`: the most that one request may hold; `fingerprint` changes with weights and numbers."""
+    """`fingerprint` changes with weights and numbers."""
 
     engine: Engine
-    tokenizer: Tokenizer
-    grammars: Grammars
-    settings: Settings
+    served: ServedModel
     keys: KeyRing
     limits: Limits
     admission: Admission
     slots: Slots
     fingerprint: str
-    context_tokens: int
     started_s: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
     request_times_s: deque[float] = field(default_factory=lambda: deque([1.0], maxlen=32))

@@ -63,7 +63,7 @@ async def receive(
     request: web.Request, context: Context, place: Place, work: Callable[[bytes | bytearray, Alive], T]
 ) -> T:
     """What `work` makes of the request's body, in a thread. Raises RequestError for all that can be refused."""
-    limit_bytes = context.settings.server.max_body_bytes
+    limit_bytes = context.served.settings.server.max_body_bytes
     sent = await read_body(request, limit_bytes, context.limits.body_s, place)
     body, encoding = await _unfolded_if_short(sent, request.headers.get("Content-Encoding", ""), limit_bytes, context)
     size_bytes = limit_bytes if encoding else len(body)

@@ -25,11 +25,11 @@ async def expert_map(request: web.Request) -> web.Response:
     body = {
         "version": 1,
         "sampled_at": round(time.time(), 3),
-        "model": context.settings.model.served_name,
+        "model": context.served.settings.model.served_name,
         "busy": health["busy"],
         "fault": health["fault"],
         "rank": 0,
-        "world_size": context.settings.parallel.ranks,
+        "world_size": context.served.settings.parallel.ranks,
         **found,
     }
     return web.Response(text=to_json(body), content_type="application/json", charset="utf-8", headers={"ETag": tag})

@@ -10,22 +10,19 @@ from typing import Any, Literal
 from tided.api.errors import engine_failed, unavailable
 from tided.api.ports import Engine
 from tided.api.prepare import Prepared
-from tided.chat.deepseek_v41_tools import END_THINK
+from tided.api.served import ServedModel
 from tided.chat.deltas import Delta, merged
-from tided.chat.markers import MARKER_TOKENS
-from tided.chat.parse import OutputParser
-from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Event, Failed, Finished, Started, TokenLogprob, Tokens
 
 
 class AnswerReader:
     """Token ids to pieces of the answer, with the counts of its usage."""
 
-    def __init__(self, prepared: Prepared, tokenizer: Tokenizer) -> None:
+    def __init__(self, prepared: Prepared, served: ServedModel) -> None:
         self.logprobs: dict[str, list[TokenLogprob]] = {"content": [], "reasoning": []}
-        chat, ids = prepared.chat, tokenizer.special_ids
+        chat, family, tokenizer = prepared.chat, served.family, served.tokenizer
         tools = chat.conversation.tools
-        self.parser = OutputParser(
+        self.parser = family.parser(
             start=prepared.prompt.start,
             leading=prepared.prompt.leading,
             stops=chat.stops,
@@ -33,9 +30,9 @@ class AnswerReader:
             max_calls=chat.max_calls,
         )
         self.tokens = self.reasoning_tokens = 0
-        self._decoder = tokenizer.decoder({ids[spelling]: private for spelling, private in MARKER_TOKENS.items()})
-        self._end_think = ids[END_THINK]
-        self._marks = {ids[spelling] for spelling in MARKER_TOKENS}
+        self._marks = {tokenizer.special_id(spelling): private for spelling, private in family.marks.items()}
+        self._decoder = tokenizer.decoder(self._marks)
+        self._end_think = tokenizer.special_id(family.end_think)
 
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> list[Delta]:
         """Tokens after the end of the answer (behind a stop string, after the calls) do not count."""
@@ -65,9 +62,9 @@ class Generation:
     `patience_s`: how long a complete answer waits for the engine's figures. `ending`: what the log says of it.
     """
 
-    def __init__(self, engine: Engine, prepared: Prepared, tokenizer: Tokenizer, patience_s: float) -> None:
+    def __init__(self, engine: Engine, prepared: Prepared, served: ServedModel, patience_s: float) -> None:
         self.prepared = prepared
-        self.reader = AnswerReader(prepared, tokenizer)
+        self.reader = AnswerReader(prepared, served)
         self.started = self.over = False
         self.ending = "not finished"
         self.stats: dict[str, Any] = {}

@@ -57,7 +57,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _is_open(request: web.Request) -> bool:
     path = request.path.rstrip("/") or "/"
-    readable = path in _OPEN_PATHS or (path == "/metrics" and request.app[CONTEXT].settings.server.metrics_open)
+    readable = path in _OPEN_PATHS or (path == "/metrics" and request.app[CONTEXT].served.settings.server.metrics_open)
     return readable and request.method in (hdrs.METH_GET, hdrs.METH_HEAD)
 
 
@@ -71,7 +71,7 @@ def is_anthropic(request: web.Request) -> bool:
 
 def _allowed_origin(request: web.Request) -> str:
     """What the browser is told; nothing for a page that may not ask."""
-    origins, origin = request.app[CONTEXT].settings.server.cors_origins, request.headers.get(hdrs.ORIGIN, "")
+    origins, origin = request.app[CONTEXT].served.settings.server.cors_origins, request.headers.get(hdrs.ORIGIN, "")
     return "*" if "*" in origins else origin if origin in origins else ""
 
 
@@ -93,7 +93,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if origin := _allowed_origin(request):
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Access-Control-Expose-Headers"] = "x-request-id, request-id, retry-after"
-    if request.app[CONTEXT].settings.server.cors_origins:
+    if request.app[CONTEXT].served.settings.server.cors_origins:
         response.headers["Vary"] = "Origin"
 
 

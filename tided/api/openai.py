@@ -14,16 +14,16 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
 
     def work(body: bytes | bytearray, alive: Alive) -> Prepared:
-        return prepare(body, context.tokenizer, context.settings, context.context_tokens, alive, context.grammars)
+        return prepare(body, context.served, alive)
 
     with context.admission.place(request.content_length) as place:
         prepared = await receive(request, context, place, work)
         if request.headers.get("x-engine-stats") == "0":
             prepared = prepared.without_stats()
         choices, keepalive_s = prepared.choices(), context.limits.keepalive_s
-        answers = Answers(context.engine, choices, context.tokenizer, keepalive_s, each=len(choices))
+        answers = Answers(context.engine, choices, context.served, keepalive_s, each=len(choices))
     request[NOTE].generation = answers
-    wire = ChatWire(answers, context.tokenizer, context.settings.model.served_name, context.fingerprint)
+    wire = ChatWire(answers, context.served.tokenizer, context.served.settings.model.served_name, context.fingerprint)
     try:
         if prepared.chat.stream:
             return await answer_in_pieces(request, context, answers, wire, request[NOTE])

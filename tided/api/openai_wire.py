@@ -9,10 +9,12 @@ from tided.api.errors import error_body
 from tided.api.generation import Generation
 from tided.api.logprob_json import LogprobJson
 from tided.api.sse import DONE, comment, data
-from tided.chat.deepseek_v41_tools import END_THINK, THINK
 from tided.chat.deltas import CallArguments, CallStarted, Content, Delta, Reasoning
 from tided.chat.tokenizer import Tokenizer
 from tided.errors import RequestError
+
+# How reasoning stands in the text for clients that ask for it there, whatever the model's own tokens are.
+THINK, END_THINK = "<think>", "</think>"
 
 
 class ChatWire:

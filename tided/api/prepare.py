@@ -7,16 +7,14 @@ import msgspec
 
 from tided.api.body import parse_object
 from tided.api.chat_request import ChatRequest, parse_chat_request
+from tided.api.guides import FREE_GUIDES, Guides, guides_for
 from tided.api.ids import new_id
-from tided.api.shape import FREE_GUIDES, Guides, guides_for
-from tided.chat.deepseek_v41 import EOS, default_max_tokens, encode_prompt
+from tided.api.served import ServedModel
 from tided.chat.fields import Fields
-from tided.chat.grammar import Grammars
-from tided.chat.messages import Conversation, Prompt
+from tided.chat.messages import Prompt
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Request
 from tided.errors import ContextOverflowError
-from tided.settings import Settings
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -49,43 +47,37 @@ def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def prepare(
-    body: bytes | bytearray,
-    tokenizer: Tokenizer,
-    settings: Settings,
-    context_tokens: int,
-    alive: Callable[[], None],
-    grammars: Grammars,
-) -> Prepared:
+def prepare(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> Prepared:
     """Parses, checks, renders and tokenises. Runs in a thread: a long prompt takes seconds. `alive` is called between
     the steps and ends the work by raising."""
     value = parse_object(body)
     alive()
-    return prepare_object(value, tokenizer, settings, context_tokens, alive, grammars, new_id("chatcmpl-"))
+    return prepare_object(value, served, alive, new_id("chatcmpl-"))
 
 
-def prepare_object(
-    value: dict[str, Any],
-    tokenizer: Tokenizer,
-    settings: Settings,
-    context_tokens: int,
-    alive: Callable[[], None],
-    grammars: Grammars,
-    request_id: str,
-) -> Prepared:
+def prepare_object(value: dict[str, Any], served: ServedModel, alive: Callable[[], None], request_id: str) -> Prepared:
     """The same from a chat completion's object."""
-    thinking, fidelity = settings.server.thinking, settings.tide.fidelity
-    chat = parse_chat_request(Fields(value), tokenizer.vocabulary_tokens, thinking, fidelity)
-    prompt = encode_prompt(chat.conversation)
-    prompt_ids = fitting_ids(tokenizer, prompt, context_tokens, chat.max_tokens or 1, alive)
+    return prepare_chat(parse_chat_request(Fields(value), served), served, alive, request_id)
+
+
+def prepare_chat(
+    chat: ChatRequest, served: ServedModel, alive: Callable[[], None], request_id: str, *, lowers: bool = False
+) -> Prepared:
+    """From the conversation on, whatever API it came by. `lowers`: an answer that is longer than the room is lowered to
+    it, and not refused."""
+    tokenizer = served.tokenizer
+    prompt = served.family.encode_prompt(chat.conversation)
+    wanted = None if lowers else chat.max_tokens
+    prompt_ids = fitting_ids(tokenizer, prompt, served.context_tokens, wanted or 1, alive)
+    max_tokens = fitting_max_tokens(chat, len(prompt_ids), served, lowers=lowers)
     alive()
-    guides = guides_for(chat.shape, chat.conversation, prompt.start, tokenizer, grammars)
+    guides = guides_for(chat.shape, chat.conversation, prompt.start, served)
     request = Request(
         request_id=request_id,
         prompt_ids=prompt_ids,
         sampling=chat.sampling,
-        max_tokens=fitting_max_tokens(chat.max_tokens, len(prompt_ids), context_tokens, chat.conversation),
-        stop_ids=chat.stop_ids if chat.ignore_eos else (tokenizer.special_id(EOS), *chat.stop_ids),
+        max_tokens=max_tokens,
+        stop_ids=chat.stop_ids if chat.ignore_eos else (*served.stop_ids, *chat.stop_ids),
         fidelity=chat.fidelity,
         min_tokens=chat.min_tokens,
         logprobs=chat.logprobs,
@@ -111,9 +103,10 @@ def fitting_ids(
     return ids
 
 
-def fitting_max_tokens(wanted: int | None, prompt_tokens: int, context_tokens: int, conversation: Conversation) -> int:
-    """What was asked for must fit beside the prompt; the default is lowered to the room left."""
-    room = context_tokens - prompt_tokens
-    if room < (wanted or 1):
-        raise ContextOverflowError(context_tokens, prompt_tokens, wanted or 1)
-    return wanted or min(room, default_max_tokens(conversation.thinking, conversation.effort))
+def fitting_max_tokens(chat: ChatRequest, prompt_tokens: int, served: ServedModel, *, lowers: bool = False) -> int:
+    """What was asked for must fit beside the prompt, unless it is lowered; the default always is."""
+    room, wanted = served.context_tokens - prompt_tokens, chat.max_tokens
+    if room < (1 if lowers else wanted or 1):
+        raise ContextOverflowError(served.context_tokens, prompt_tokens, 1 if lowers else wanted or 1)
+    conversation = chat.conversation
+    return min(room, wanted or served.family.default_max_tokens(conversation.thinking, conversation.effort))

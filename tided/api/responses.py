@@ -22,15 +22,13 @@ async def responses(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
 
     def work(body: bytes | bytearray, alive: Alive) -> PreparedResponse:
-        return prepare_response(
-            body, context.tokenizer, context.settings, context.context_tokens, alive, context.grammars
-        )
+        return prepare_response(body, context.served, alive)
 
     with context.admission.place(request.content_length) as place:
         response = await receive(request, context, place, work)
-        generation = Generation(context.engine, response.prepared, context.tokenizer, context.limits.keepalive_s)
+        generation = Generation(context.engine, response.prepared, context.served, context.limits.keepalive_s)
     request[NOTE].generation = generation
-    wire = ResponseWire(generation, response.shown, context.settings.model.served_name)
+    wire = ResponseWire(generation, response.shown, context.served.settings.model.served_name)
     try:
         if response.prepared.chat.stream:
             return await answer_in_pieces(request, context, generation, wire, request[NOTE])

@@ -9,11 +9,9 @@ import msgspec
 from tided.api.body import parse_object
 from tided.api.ids import new_id
 from tided.api.prepare import Prepared, prepare_object
+from tided.api.served import ServedModel
 from tided.chat.fields import Fields, refuse
-from tided.chat.grammar import Grammars
-from tided.chat.tokenizer import Tokenizer
 from tided.errors import RequestError
-from tided.settings import Settings
 
 MAX_ITEMS = 10_000
 _SAME = (
@@ -32,20 +30,13 @@ class PreparedResponse(msgspec.Struct, frozen=True):
     shown: dict[str, Any]
 
 
-def prepare_response(
-    body: bytes | bytearray,
-    tokenizer: Tokenizer,
-    settings: Settings,
-    context_tokens: int,
-    alive: Callable[[], None],
-    grammars: Grammars,
-) -> PreparedResponse:
+def prepare_response(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> PreparedResponse:
     """Runs in a thread, as `prepare.prepare` does."""
     value = parse_object(body)
     alive()
     chat, origins = as_chat(Fields(value))
     try:
-        prepared = prepare_object(chat, tokenizer, settings, context_tokens, alive, grammars, new_id("resp_"))
+        prepared = prepare_object(chat, served, alive, new_id("resp_"))
     except RequestError as error:
         if error.param is not None:
             own = _own_name(error.param, origins)

@@ -1,56 +1,14 @@
-"""What an answer must be: which tools it may or must call, and whether its text is JSON."""
+"""OpenAI's `tool_choice` and `response_format`, as the shape of an answer."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from tided.api.messages import MAX_TOOLS
-from tided.chat.deepseek_v41_grammar import AnswerGrammar
-from tided.chat.deepseek_v41_tools import DSML, END_THINK
 from tided.chat.fields import Fields, refuse
-from tided.chat.grammar import Grammar, Grammars
-from tided.chat.messages import Conversation, Start, Tool
-from tided.chat.tokenizer import Tokenizer
-from tided.engine.types import Guide
+from tided.chat.messages import Tool
+from tided.chat.shape import Format, Mode, ToolChoice
 
-Mode = Literal["auto", "none", "required"]
 _MODES: tuple[Mode, ...] = ("auto", "none", "required")
-
-
-class ToolChoice(msgspec.Struct, frozen=True):
-    """`names`: the tools that may be called; None: all."""
-
-    mode: Mode = "auto"
-    names: tuple[str, ...] | None = None
-
-
-class Format(msgspec.Struct, frozen=True):
-    """The text is a JSON value of this schema. `shown`: the prompt tells the schema."""
-
-    schema: dict[str, Any]
-    shown: bool
-    param: str
-
-
-class AnswerShape(msgspec.Struct, frozen=True):
-    """`single`: one call at most."""
-
-    choice: ToolChoice = ToolChoice()
-    format: Format | None = None
-    single: bool = False
-
-    @property
-    def bound(self) -> bool:
-        """Whether a grammar follows from the request alone, whatever its tools say."""
-        return self.format is not None or self.choice.mode == "required"
-
-    @property
-    def shown_schema(self) -> dict[str, Any] | None:
-        return self.format.schema if self.format is not None and self.format.shown else None
-
-
-FREE = AnswerShape()
 
 
 def parse_choice(body: Fields, tools: Sequence[Tool]) -> ToolChoice:
@@ -118,43 +76,3 @@ def parse_format(body: Fields, name: str = "response_format") -> Format | None:
     if inner.get("schema") is None:
         refuse(inner.param("schema"), "expected a JSON schema")
     return Format(dict(inner.fields("schema").values), shown=True, param=inner.param("schema"))
-
-
-class Guides:
-    """Opens a guide for each answer; `None` grammar: the answer is free."""
-
-    def __init__(self, grammar: Grammar | None, after: int | None, banned: tuple[int, ...]) -> None:
-        self.grammar, self._after, self._banned = grammar, after, banned
-
-    def open(self) -> Guide | None:
-        return None if self.grammar is None else self.grammar.open(self._after, self._banned)
-
-
-FREE_GUIDES = Guides(None, None, ())
-
-
-def guides_for(
-    shape: AnswerShape, conversation: Conversation, start: Start, tokenizer: Tokenizer, grammars: Grammars
-) -> Guides:
-    """What this answer must keep to. Raises RequestError for what cannot be enforced. Runs in a thread."""
-    text, param = _grammar(shape, conversation, start, AnswerGrammar(tokenizer, grammars.error))
-    if text is None:
-        return FREE_GUIDES
-    ids = tokenizer.special_ids
-    after = ids[END_THINK] if start == "reasoning" else None
-    return Guides(grammars.compile(text, param), after, (ids[DSML],))
-
-
-def _grammar(
-    shape: AnswerShape, conversation: Conversation, start: Start, grammar: AnswerGrammar
-) -> tuple[str | None, str]:
-    """(the grammar's text, the field that asks for it)."""
-    names = shape.choice.names
-    tools = [tool for tool in conversation.tools if names is None or tool.name in names]
-    if shape.choice.mode == "required":
-        return grammar.calls(tools, start, forced=True, single=shape.single), "tools"
-    if shape.format is not None:
-        return grammar.json(shape.format.schema, tools), shape.format.param
-    if tools and (names is not None or any(tool.strict for tool in tools)):
-        return grammar.calls(tools, start, forced=False, single=shape.single), "tools"
-    return None, ""

@@ -33,11 +33,11 @@ async def health(request: web.Request) -> web.Response:
     body = {
         "status": status,
         "engine": "tidelm",
-        "model": context.settings.model.served_name,
+        "model": context.served.settings.model.served_name,
         **engine,
-        "max_context": context.context_tokens,
+        "max_context": context.served.context_tokens,
         "uptime_s": round(time.monotonic() - context.started_s, 3),
-        "engine_config": {**numbers_of(context.settings), **reads},
+        "engine_config": {**numbers_of(context.served.settings), **reads},
     }
     return _json(body | ({"fault": fault} if fault else {}), status=200 if status == "ok" else 503)
 
@@ -53,7 +53,7 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     context, name = request.app[CONTEXT], request.match_info["id"].rstrip("/")
     if name not in _names(context):
-        served = context.settings.model.served_name
+        served = context.served.settings.model.served_name
         raise RequestError(f"The model served here is {served}.", status=404, code="model_not_found", param="model")
     return _json(_card(context, name))
 
@@ -86,7 +86,9 @@ def _metas(hint: Any) -> tuple[Any, ...]:
 
 
 def _names(context: Context) -> list[str]:
-    return list(dict.fromkeys((context.settings.model.served_name, *context.settings.server.model_aliases)))
+    return list(
+        dict.fromkeys((context.served.settings.model.served_name, *context.served.settings.server.model_aliases))
+    )
 
 
 def _card(context: Context, name: str) -> dict[str, Any]:
@@ -95,9 +97,9 @@ def _card(context: Context, name: str) -> dict[str, Any]:
         "object": "model",
         "created": context.created,
         "owned_by": "tidelm",
-        "max_model_len": context.context_tokens,
-        "context_length": context.context_tokens,
-        "max_output_tokens": context.context_tokens - 1,
+        "max_model_len": context.served.context_tokens,
+        "context_length": context.served.context_tokens,
+        "max_output_tokens": context.served.context_tokens - 1,
         "capabilities": {"vision": False, "tools": True, "reasoning": True},
         "type": "model",
         "display_name": name,

@@ -2,13 +2,13 @@
 
 from typing import NoReturn
 
-from tided.chat.families import DEEPSEEK_V41, Family
+from tided.chat.families import Family
 from tided.chat.fields import Fields, is_number
 
 _NAMES = "none, minimal, low, medium, high, xhigh, max or a number from 1 to 100"
 
 
-def resolve_thinking(body: Fields, default: bool, family: Family = DEEPSEEK_V41) -> tuple[bool, int]:
+def resolve_thinking(body: Fields, default: bool, family: Family) -> tuple[bool, int]:
     """(thinking, effort 1..100). The first that speaks decides: the template's switches, the request's, the
     effort, the server's default."""
     template, reasoning = body.fields("chat_template_kwargs"), body.fields("reasoning")

@@ -6,49 +6,46 @@ telemetry is left out, so that the same conversation is the same prompt.
 
 import json
 import logging
-import re
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
-from tided.chat.families import DEEPSEEK_V41, Family
+from tided.chat.anthropic_options import parse_shape, parse_thinking, parse_tools
+from tided.chat.families import Family
 from tided.chat.fields import Fields, refuse
-from tided.chat.messages import Conversation, Image, Message, Part, Tool, ToolCall
+from tided.chat.messages import Conversation, Image, Message, Part, ToolCall
+from tided.chat.shape import AnswerShape
 
 log = logging.getLogger("tided.chat")
 
-MAX_MESSAGES, MAX_BLOCKS, MAX_TOOLS = 10_000, 10_000, 512
+MAX_MESSAGES, MAX_BLOCKS = 10_000, 10_000
 
 # Claude Code's first line of the system text: it is another one with every request.
 BILLING = "x-anthropic-billing-header:"
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
-TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-# A name stands unescaped between quotes in the model's call tags, which open with U+FF5C.
-_UNWRITABLE = re.compile(r'["｜\x00-\x1f\x7f]')
 
 
-def parse_conversation(
-    body: Fields, thinking: bool, images: bool = False, family: Family = DEEPSEEK_V41
-) -> Conversation:
+def parse_request(
+    body: Fields, thinking: bool, images: bool = False, *, family: Family
+) -> tuple[Conversation, AnswerShape]:
     """`thinking`: of a request that does not say; `images`: whether the model sees any. Raises RequestError."""
     reader = _Reader(images)
     messages = reader.messages(body)
     system = reader.system(body)
-    on, effort = _thinking(body, thinking, family)
+    tools = parse_tools(body)
+    shape = parse_shape(body, tools)
+    on, effort = parse_thinking(body, thinking, family)
     last = messages[-1]
-    return Conversation(
+    conversation = Conversation(
         messages=((Message(role="system", parts=system), *messages) if system else messages),
-        tools=_tools(body),
+        tools=() if shape.choice.mode == "none" else tools,
         thinking=on,
         effort=effort,
+        schema=shape.shown_schema,
+        must_call=shape.choice.mode == "required",
         continue_final=last.role == "assistant" and not last.calls,
     )
-
-
-def max_calls(body: Fields) -> int | None:
-    return 1 if body.fields("tool_choice").boolean("disable_parallel_tool_use") else None
+    return conversation, shape
 
 
 class _Reader:
@@ -225,67 +222,3 @@ def _joined(first: Message, second: Message) -> Message:
         reasoning=first.reasoning + second.reasoning,
         calls=first.calls + second.calls,
     )
-
-
-# What is asked of the model
-
-
-def _tools(body: Fields) -> tuple[Tool, ...]:
-    """The client's own tools; those that Anthropic's servers run are left out. None at all when none may be called."""
-    given = body.array("tools", MAX_TOOLS) or []
-    tools = [tool for index, value in enumerate(given) if (tool := _tool(value, f"tools[{index}]"))]
-    if doubled := [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]:
-        refuse("tools", f"the name {doubled[0]} is used twice")
-    return () if _choice(body, {tool.name for tool in tools}) == "none" else tuple(tools)
-
-
-def _choice(body: Fields, names: set[str]) -> str:
-    choice = body.fields("tool_choice")
-    kind = choice.get("type")
-    if kind not in (None, "auto", "any", "tool", "none"):
-        choice.wrong("type", "auto, any, tool or none")
-    if kind == "tool" and choice.string("name") not in names:
-        choice.wrong("name", "the name of one of the tools that this server can offer")
-    if kind in ("any", "tool"):
-        refuse(choice.param("type"), "a forced choice is not supported; send auto or none")
-    return str(kind or "auto")
-
-
-def _tool(value: Any, path: str) -> Tool | None:
-    if not isinstance(value, dict):
-        refuse(path, "expected a tool")
-    fields = Fields(value, f"{path}.")
-    kind = fields.string("type")
-    if kind not in (None, "custom"):
-        log.debug("tool %s runs on Anthropic's servers and is left out", path)
-        return None
-    name = fields.string("name")
-    if name is None or not TOOL_NAME.fullmatch(name):
-        fields.wrong("name", "1 to 128 letters, digits or any of _ . : / -")
-    if fields.boolean("strict"):
-        refuse(fields.param("strict"), "strict tools are not supported yet; leave it out or send false")
-    description, schema = fields.string("description"), fields.fields("input_schema")
-    for parameter in schema.fields("properties").values:
-        if _UNWRITABLE.search(parameter):
-            refuse(schema.param("properties"), "a parameter's name holds a quote, a control character or U+FF5C")
-    shown: dict[str, Any] = {"name": name}
-    shown |= {"description": description} if description is not None else {}
-    return Tool(name=name, shown=shown | {"parameters": dict(schema.values)})
-
-
-def _thinking(body: Fields, default: bool, family: Family) -> tuple[bool, int]:
-    """(thinking, effort 1..100). A budget is no hard limit here, and an effort from it would change the prompt."""
-    fields, output = body.fields("thinking"), body.fields("output_config")
-    fields.integer("budget_tokens", 1)
-    kind = fields.get("type")
-    if kind not in (None, "enabled", "adaptive", "disabled"):
-        fields.wrong("type", "enabled, adaptive or disabled")
-    effort = output.get("effort")
-    if effort is not None and effort not in EFFORTS:
-        _unknown_effort(output)
-    on = kind != "disabled" if kind is not None else default or effort is not None
-    return on, family.default_effort if effort is None else family.efforts[effort]
-
-
-def _unknown_effort(output: Fields) -> NoReturn:
-    output.wrong("effort", f"one of {', '.join(EFFORTS)}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from tided.chat.arguments import as_json
 
-_ALL = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 ONLY_STRING = frozenset({"string"})
 _DEEPEST = 16  # a schema may refer to itself
 
@@ -15,7 +15,33 @@ def parameter_types(root: Mapping[str, Any], name: str) -> frozenset[str] | None
     """None: the schema says nothing of this parameter."""
     properties = root.get("properties")
     schema = properties.get(name) if isinstance(properties, dict) else None
-    return _types(schema, root, 0) if isinstance(schema, dict) else None
+    return types_of(schema, root) if isinstance(schema, dict) else None
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
+    """The types that a schema allows, `root` being what it may refer to. None: it does not say."""
+    return _types(schema, root, 0, {})
+
+
+_Known = dict[str, frozenset[str] | None]
+"""What references allow. One that is being followed says nothing of itself, so each is followed once."""
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int, references: _Known) -> frozenset[str] | None:
+    if not isinstance(schema, dict) or depth > _DEEPEST:
+        return None
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference not in references:
+            references[reference] = None
+            references[reference] = _types(_referred(root, reference), root, depth + 1, references)
+        return references[reference]
+    found = [
+        _declared(schema.get("type")),
+        *(_union(schema.get(name), root, depth, references) for name in ("anyOf", "oneOf")),
+        _of_values(schema),
+    ]
+    known = [types for types in found if types is not None]
+    return frozenset.intersection(*known) or None if known else None
 
 
 def typed_json(raw: str, types: frozenset[str] | None) -> str:
@@ -38,33 +64,19 @@ def _type_of(value: Any) -> frozenset[str]:
     return frozenset({"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"})
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str] | None:
-    if not isinstance(schema, dict) or depth > _DEEPEST:
-        return None
-    if isinstance(schema.get("$ref"), str):
-        return _types(_referred(root, schema["$ref"]), root, depth + 1)
-    found = [
-        _declared(schema.get("type")),
-        *(_union(schema.get(name), root, depth) for name in ("anyOf", "oneOf")),
-        _of_values(schema),
-    ]
-    known = [types for types in found if types is not None]
-    return frozenset.intersection(*known) or None if known else None
-
-
 def _declared(given: Any) -> frozenset[str] | None:
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list):
         return None
-    types = frozenset(name for name in names if isinstance(name, str)) & _ALL
+    types = frozenset(name for name in names if isinstance(name, str)) & ALL_TYPES
     return (types | {"integer"} if "number" in types else types) or None
 
 
-def _union(given: Any, root: Mapping[str, Any], depth: int) -> frozenset[str] | None:
+def _union(given: Any, root: Mapping[str, Any], depth: int, references: _Known) -> frozenset[str] | None:
     if not isinstance(given, list) or not given:
         return None
-    types = [_types(choice, root, depth + 1) for choice in given]
-    return frozenset().union(*(one or _ALL for one in types))
+    types = [_types(choice, root, depth + 1, references) for choice in given]
+    return frozenset().union(*(one or ALL_TYPES for one in types))
 
 
 def _of_values(schema: Mapping[str, Any]) -> frozenset[str] | None:

@@ -1,0 +1,35 @@
+"""The model that is served, as the API knows it: its text format, its tokens, its limits."""
+
+from dataclasses import dataclass
+
+from tided.chat.families import Family
+from tided.chat.grammar import Grammars
+from tided.chat.tokenizer import Tokenizer
+from tided.settings import Settings
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """`context_tokens`: the most that one request may hold."""
+
+    family: Family
+    tokenizer: Tokenizer
+    grammars: Grammars
+    settings: Settings
+    context_tokens: int
+
+    @classmethod
+    def of(cls, family: Family, tokenizer: Tokenizer, settings: Settings) -> "ServedModel":
+        """Raises DataError for a tokenizer without the family's special tokens."""
+        tokenizer.require(family.required_specials)
+        return cls(
+            family=family,
+            tokenizer=tokenizer,
+            grammars=Grammars(tokenizer, family.stop_tokens[0]),
+            settings=settings,
+            context_tokens=min(settings.cache.context_tokens, settings.cache.pool_tokens),
+        )
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(map(self.tokenizer.special_id, self.family.stop_tokens))

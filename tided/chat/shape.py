@@ -1,0 +1,42 @@
+"""What an answer must be: which tools it may or must call, and whether its text is JSON."""
+
+from typing import Any, Literal
+
+import msgspec
+
+Mode = Literal["auto", "none", "required"]
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`names`: the tools that may be called; None: all."""
+
+    mode: Mode = "auto"
+    names: tuple[str, ...] | None = None
+
+
+class Format(msgspec.Struct, frozen=True):
+    """The text is a JSON value of this schema. `shown`: the prompt tells the schema. `param`: the field that asks."""
+
+    schema: dict[str, Any]
+    shown: bool
+    param: str
+
+
+class AnswerShape(msgspec.Struct, frozen=True):
+    """`single`: one call at most."""
+
+    choice: ToolChoice = ToolChoice()
+    format: Format | None = None
+    single: bool = False
+
+    @property
+    def bound(self) -> bool:
+        """Whether a grammar follows from the request alone, whatever its tools say."""
+        return self.format is not None or self.choice.mode == "required"
+
+    @property
+    def shown_schema(self) -> dict[str, Any] | None:
+        return self.format.schema if self.format is not None and self.format.shown else None
+
+
+FREE = AnswerShape()
