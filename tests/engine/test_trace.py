@@ -71,3 +71,12 @@ def test_the_newest_are_kept(monkeypatch):
         traces.ended(name, "stop", 1, 1.0, uses((0, 0)))
     assert [traces.find(name) is None for name in ("one", "two", "three")] == [True, False, False]
     assert traces.newest.request_id == "three"
+
+
+def test_of_many_movements_the_newest_are_told(monkeypatch):
+    monkeypatch.setattr(trace, "MOST_EVENTS", 2)
+    traces = Traces()
+    traces.began("one", 0, 0.0)
+    changes(traces, *(Change(load=[Load(ticket, (0, ticket))]) for ticket in range(4)))
+    traces.ended("one", "stop", 4, 1.0, uses(*((0, expert) for expert in range(4))))
+    assert [one.expert for one in traces.newest.movements] == [2, 3]

@@ -79,6 +79,11 @@ def test_mixed_sizes_leave_no_memory_unused_for_the_widest():
     assert total(scores, chosen) > total(scores, boot_set(scores, budget // int(sizes.max()), 8))
 
 
+def test_what_a_byte_brings_decides_behind_the_floors():
+    scores, sizes = np.array([[0.4, 0.25, 0.15, 0.1, 0.1]]), np.array([[10, 30, 10, 10, 10]], dtype=np.int64)
+    assert boot_set_of_bytes(scores, sizes, 40, 1) == [(0, 0), (0, 2), (0, 3), (0, 4)]
+
+
 def test_sizes_that_do_not_fit_are_refused():
     scores, sizes = np.full((2, 4), 0.25), np.full((2, 4), 10, dtype=np.int64)
     with pytest.raises(ValueError, match="39 bytes are too few for 2 experts in each of 2 layers"):

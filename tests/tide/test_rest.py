@@ -1,5 +1,7 @@
 """The set that waits: what it does for topics that were not asked last."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
@@ -63,3 +65,36 @@ def test_the_sets_of_the_search_are_those_of_the_planner(budget):
     scores = np.random.default_rng(budget).gamma(0.3, size=(LAYERS, EXPERTS))
     found = np.argwhere(_best(scores.ravel(), LAYERS, budget, FLOOR).reshape(LAYERS, EXPERTS))
     assert [tuple(pair) for pair in found.tolist()] == boot_set(scores, budget, FLOOR)
+
+
+def test_the_newest_request_counts_most_and_what_was_asked_last_is_mostly_it():
+    asked = [topic(0), topic(0), topic(1)]
+    likely = cases([topic(2)], 4.0, asked, np.zeros((LAYERS, EXPERTS)), 0.9)
+    np.testing.assert_allclose(likely.wants[1], topic(1))
+    np.testing.assert_allclose(likely.weights[1:4], [1.0, 0.9, 0.81])
+    shares = 0.5 ** (np.arange(3) / 3.0)
+    np.testing.assert_allclose(
+        likely.wants[-1], (shares[0] * topic(1) + (shares[1] + shares[2]) * topic(0)) / shares.sum()
+    )
+
+
+def test_a_history_that_has_lost_more_than_the_last_requests_brought_is_nothing_older():
+    likely = cases([topic(2)], 4.0, [topic(0)], 0.5 * topic(0), 0.9)
+    assert likely.weights[-2] == 0.0
+    assert not likely.wants[-2].any()
+
+
+def test_the_search_comes_near_the_set_of_least_harm():
+    """Against all sets of a small layer: five cases, four of ten experts."""
+    found = best = 0.0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        wants, weights = rng.dirichlet(np.full(10, 0.3), size=(5, 1)), rng.gamma(1.0, size=5)
+
+        def harm(kept, wants=wants, weights=weights):
+            return float(weights @ np.maximum(1.0 - wants[:, 0, list(kept)].sum(1), 0.0) ** 1.5)
+
+        scores = rest_scores(Cases(wants, weights), 4, 1)
+        found += harm([expert for _, expert in boot_set(scores, 4, 1)])
+        best += min(harm(kept) for kept in combinations(range(10), 4))
+    assert found < 1.03 * best
