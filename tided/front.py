@@ -28,7 +28,7 @@ class Front:
         listener = listen_tcp(settings.server.host, settings.server.port, "server.port")
         try:
             tokenizer, family, identity = await asyncio.to_thread(_read, Path(settings.model.path))
-            client = EngineClient(settings.engine.lanes, settings.engine.queue)
+            client = EngineClient(settings.engine.lanes, settings.engine.queue, tokenizer.token_bytes)
             runner = build_runner(build_app(client, tokenizer, family, settings, identity=identity))
             await runner.setup()
             await web.SockSite(runner, listener).start()

@@ -166,6 +166,16 @@ class Engine(Section, frozen=True):
         float,
         _doc("policy", "Share of the time, at most, that prompts take while answers are running.", ge=0.01, le=0.99),
     ] = 0.3
+    loop_break: Annotated[
+        int,
+        _doc(
+            "policy",
+            "Times in a row that a cycle of tokens may come before its answer is ended, of a request that does not say; "
+            "rows of data may come 32 times as often. 0: it may go on.",
+            ge=0,
+            le=1000,
+        ),
+    ] = 12
     draft: Annotated[
         Literal["off", "1", "2", "3", "4", "5", "acceptance", "confidence"],
         _doc(

@@ -16,7 +16,7 @@ from tided.api.prepare import prepare
 from tided.api.served import ServedModel
 from tided.chat.families import DEEPSEEK_V41
 from tided.errors import RequestError
-from tided.settings import Cache, Tide
+from tided.settings import Cache, Engine, Tide
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 NAN = '{"messages": [{"role": "user", "content": "x"}], "temperature": %s}'
@@ -551,3 +551,47 @@ def test_a_request_that_does_not_say_gets_the_profiles_fidelity(tokenizer):
     settings = replace(settings_with(), tide=Tide(fidelity="balanced"))
     prepared = prepare(body, ServedModel.of(DEEPSEEK_V41, tokenizer, settings), lambda: None)
     assert prepared.request.fidelity == "balanced"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 12),
+        ({"loop_break": None}, 12),
+        ({"loop_break": 0}, 0),
+        ({"loop_break": 2}, 2),
+        ({"loop_break": 1000.0}, 1000),
+        ({"ignore_eos": True}, 0),
+        ({"ignore_eos": True, "loop_break": 5}, 5),
+    ],
+)
+async def test_loop_break(server, engine, fields, expected):
+    engine.script("</think>x")
+    status, _ = await server.ask(said("hi", **fields))
+    assert (status, engine.request.loop_break) == (200, expected)
+    status, _ = await server.ask({"prompt": "hi", **fields}, path="/v1/completions")
+    assert (status, engine.request.loop_break) == (200, expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages", said("hi", max_tokens=5)), ("/v1/responses", {"input": "hi"})],
+)
+async def test_loop_break_by_other_ways(server, engine, path, body):
+    engine.script("</think>x")
+    for given, expected in (({}, 12), ({"loop_break": 7}, 7)):
+        status, _ = await server.ask(body | given, path=path)
+        assert (status, engine.request.loop_break) == (200, expected)
+
+
+@pytest.mark.parametrize("value", [1, -1, 1001, 2.5, True, "12", []])
+async def test_a_loop_break_that_makes_no_sense_is_refused_by_name(server, value):
+    error = await server.refused(said("hi", loop_break=value))
+    assert error["param"] == "loop_break"
+
+
+def test_a_request_that_does_not_say_gets_the_profiles_loop_break(tokenizer):
+    body = json.dumps(said("hi")).encode()
+    settings = replace(settings_with(), engine=Engine(loop_break=30))
+    prepared = prepare(body, ServedModel.of(DEEPSEEK_V41, tokenizer, settings), lambda: None)
+    assert prepared.request.loop_break == 30

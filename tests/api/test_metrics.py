@@ -58,8 +58,16 @@ async def test_requests_and_tokens(server, engine):
     assert found["tidelm_reasoning_tokens_total",] > 0
     assert (found["tidelm_expert_picks_total",], found["tidelm_expert_miss_total",]) == (300, 21)
     assert (found["tidelm_spec_drafted_total",], found["tidelm_spec_accepted_total",]) == (30, 12)
+    assert found["tidelm_loop_breaks_total",] == 0
     assert found["vllm:request_success_total", "0", "stop", "deepseek"] == 3
     assert found["tidelm_build_info", "deepseek", version("tidelm")] == 1
+
+
+async def test_loops_are_counted(server, engine):
+    engine.play = lambda answer: answer.start().say("</think>no no").finish(stats=FULL | {"loop_break": True})
+    status, reply = await server.ask(said("hi"))
+    assert (status, reply["choices"][0]["finish_reason"], reply["x_engine_stats"]["loop_break"]) == (200, "stop", True)
+    assert (await scraped(server))["tidelm_loop_breaks_total",] == 1
 
 
 async def test_histograms(server, engine):

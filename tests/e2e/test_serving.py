@@ -8,7 +8,8 @@ import aiohttp
 import pytest
 
 from tests.daemon.helpers import until
-from tests.e2e.conftest import answer, ask, chunks, get, mini, post
+from tests.e2e.conftest import ROOT, answer, ask, chunks, get, mini, post
+from tided.chat.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.xdist_group("serving")
 SECRET = "zanzibar-quartz-lantern"
@@ -84,6 +85,25 @@ async def test_a_disconnect_cancels_at_once(pair):
             await asyncio.sleep(0.05)
 
     await asyncio.wait_for(idle(), 5)
+
+
+async def test_an_answer_that_goes_round_in_circles_is_ended(pair):
+    """A bias makes it say one word, or one digit, for ever: twelve words are enough, digits may be data."""
+    tokenizer = Tokenizer.open(ROOT / "minis" / "deepseek")
+
+    async def ended(text, tokens, **fields):
+        (token,) = tokenizer.encode_text(text)
+        body = ask("Hello.", max_tokens=tokens, logit_bias={str(token): 100}, **fields)
+        _, reply = await post(pair.url, body)
+        choice = reply["choices"][0]
+        told = reply["x_engine_stats"]["loop_break"]
+        return choice["finish_reason"], reply["usage"]["completion_tokens"], told, choice["message"]["content"]
+
+    assert await ended(" the", 60) == ("stop", 12, True, " the" * 12)
+    assert await ended(" the", 40, loop_break=0) == ("length", 40, False, " the" * 40)
+    assert await ended("0", 60) == ("length", 60, False, "0" * 60)
+    assert await ended("0", 80, loop_break=2) == ("stop", 64, True, "0" * 64)
+    assert "tokens came 12 times in a row" in pair.log(0)
 
 
 async def test_no_prompt_or_answer_text_in_logs_state_or_history(pair):

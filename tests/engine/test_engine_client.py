@@ -196,6 +196,13 @@ async def test_health_tells_lanes_queue_and_residents():
         assert client.health()["last_step_age_s"] >= 0
 
 
+async def test_the_engine_learns_what_its_tokens_spell():
+    client = EngineClient(2, 2, [b"a", None])
+    engine = SimpleNamespace()
+    client.attach(engine)
+    assert engine.token_bytes == [b"a", None]
+
+
 async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now[0]))

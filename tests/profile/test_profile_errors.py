@@ -101,7 +101,7 @@ peer_timeout_s, step_timeout_s, start_timeout_s
 FILE:21:2: error: unknown section 'serve'
  21 | [serve]
     |  ^^^^^
-    = rule: the sections are model, experts, cache, tide, engine, parallel, server
+    = rule: the sections are model, experts, cache, tide, engine, parallel, server, vision
     = help: did you mean 'server'?
 
 FILE:25:15: error: 'tide.sensitivity' must be one of "off", "low", "medium", "high", "max", \
@@ -284,6 +284,7 @@ RULES: list[tuple[str, Literal["error", "note"], str]] = [
     ("[parallel]\nranks = 2\ndata_port = 5711", "error", "port 5711 is the control plane's (5710 and 5711)"),
     ("[server]\nport = 5720\n[parallel]\nranks = 2", "error", "port 5720 is used between the ranks"),
     ("[parallel]\nheartbeat_s = 2\npeer_timeout_s = 3", "error", "dead after 3 s with a heartbeat each 2 s"),
+    ("[engine]\nloop_break = 1", "error", "no answer would have a second one"),
     ("[parallel]\nkey_file = 'no.key'", "error", "there is no file "),
     ("[server]\napi_keys_file = 'no.txt'", "error", "there is no file "),
     ("[server]\nhost = '0.0.0.0'", "error", "anyone who reaches 0.0.0.0 could ask"),

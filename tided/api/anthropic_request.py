@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from tided.api.body import parse_object
-from tided.api.chat_request import MAX_STOP_CHARACTERS, MAX_STOPS, ChatRequest, fidelity_of, sampling_of
+from tided.api.chat_request import MAX_STOP_CHARACTERS, MAX_STOPS, ChatRequest, fidelity_of, loop_break_of, sampling_of
 from tided.api.ids import new_id
 from tided.api.prepare import Prepared, prepare_chat
 from tided.api.served import ServedModel
@@ -65,6 +65,7 @@ def parse_message_request(body: Fields, served: ServedModel) -> ChatRequest:
         show_reasoning=True,
         show_stats=settings.server.anthropic_stats,
         fidelity=fidelity_of(body, settings.tide.fidelity),
+        loop_break=loop_break_of(body, settings.engine.loop_break),
         shape=shape,
     )
 

@@ -18,12 +18,14 @@ from tided.chat.text import shorten
 from tided.engine.types import Fidelity, Sampling
 
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_BIASES, MAX_N, MAX_TOP_LOGPROBS = 16, 256, 64, 1024, 4, 20
+MAX_LOOP_BREAK = 1000
 DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 1.0, 0.95
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`max_tokens` None: the default limit. `max_calls`: the answer ends after that many tool calls. `n`: answers, with
-    seeds that follow each other. `logprobs`: as `Request.logprobs`. `reasoning_apart` False: it is part of the text."""
+    seeds that follow each other. `logprobs`, `loop_break`: as in `Request`. `reasoning_apart` False: it is part of the
+    text."""
 
     conversation: Conversation
     sampling: Sampling
@@ -38,6 +40,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     show_reasoning: bool
     show_stats: bool
     fidelity: Fidelity
+    loop_break: int = 0
     min_tokens: int = 0
     n: int = 1
     logprobs: int | None = None
@@ -71,6 +74,7 @@ def parse_chat_request(body: Fields, served: ServedModel) -> ChatRequest:
         and body.fields("reasoning").boolean("exclude") is not True,
         show_stats=body.boolean("x_engine_stats") is not False,
         fidelity=fidelity_of(body, served.settings.tide.fidelity),
+        loop_break=loop_break_of(body, 0 if body.boolean("ignore_eos") else served.settings.engine.loop_break),
         min_tokens=body.integer("min_tokens", 0) or 0,
         n=body.integer("n", 1, MAX_N) or 1,
         logprobs=_logprobs(body),
@@ -162,6 +166,14 @@ def fidelity_of(body: Fields, default: Fidelity) -> Fidelity:
     if given not in get_args(Fidelity):
         body.wrong("fidelity", "fast, balanced or exact")
     return cast(Fidelity, given)
+
+
+def loop_break_of(body: Fields, default: int) -> int:
+    """As `Request.loop_break`. An answer that may not end by itself is not ended for it, unless the request says so."""
+    given = body.integer("loop_break", 0, MAX_LOOP_BREAK)
+    if given == 1:
+        body.wrong("loop_break", f"0 (off), or an integer, 2 to {MAX_LOOP_BREAK}")
+    return default if given is None else given
 
 
 def max_tokens_of(body: Fields) -> int | None:

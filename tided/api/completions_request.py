@@ -6,7 +6,16 @@ from typing import Any
 import msgspec
 
 from tided.api.body import parse_object
-from tided.api.chat_request import MAX_N, ChatRequest, fidelity_of, max_tokens_of, sampling_of, stop_ids_of, stops_of
+from tided.api.chat_request import (
+    MAX_N,
+    ChatRequest,
+    fidelity_of,
+    loop_break_of,
+    max_tokens_of,
+    sampling_of,
+    stop_ids_of,
+    stops_of,
+)
 from tided.api.ids import new_id
 from tided.api.prepare import Prepared, fitting_ids
 from tided.api.served import ServedModel
@@ -49,6 +58,7 @@ def prepare_completion(body: bytes | bytearray, served: ServedModel, alive: Call
             stop_ids=chat.stop_ids if chat.ignore_eos else (*served.stop_ids, *chat.stop_ids),
             fidelity=chat.fidelity,
             min_tokens=chat.min_tokens,
+            loop_break=chat.loop_break,
             logprobs=chat.logprobs,
         )
         one = Prepared(chat, Prompt((), "content", leading=False), request)
@@ -88,6 +98,7 @@ def _chat(body: Fields, served: ServedModel) -> ChatRequest:
         show_reasoning=False,
         show_stats=body.boolean("x_engine_stats") is not False,
         fidelity=fidelity_of(body, served.settings.tide.fidelity),
+        loop_break=loop_break_of(body, 0 if body.boolean("ignore_eos") else served.settings.engine.loop_break),
         min_tokens=body.integer("min_tokens", 0) or 0,
         n=n,
         logprobs=logprobs,

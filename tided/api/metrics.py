@@ -86,6 +86,7 @@ class Metrics(Collector):
                 self.histograms[name].observe(value)
         if (steps := stats.get("steps")) and stats.get("decode_s") is not None:
             self.histograms["inter_token"].observe(stats["decode_s"] / steps, steps)
+        self.counts["loop_breaks"] += bool(stats.get("loop_break"))
         self._counted(stats, "experts", {"routed_picks": "expert_picks", "miss_picks": "expert_miss"})
         self._counted(stats, "spec", {"drafted": "spec_drafted", "accepted": "spec_accepted"})
 
@@ -170,6 +171,7 @@ _COUNTS = {
     "cached_prompt_tokens": "Of them, those that the prompt cache held.",
     "generation_tokens": "Tokens of answers.",
     "reasoning_tokens": "Of them, those of reasoning.",
+    "loop_breaks": "Answers that were ended because they went round in circles.",
     "spec_drafted": "Tokens proposed by drafts.",
     "spec_accepted": "Of them, those accepted.",
     "expert_picks": "Router picks, before residency.",

@@ -80,6 +80,7 @@ def prepare_chat(
         stop_ids=chat.stop_ids if chat.ignore_eos else (*served.stop_ids, *chat.stop_ids),
         fidelity=chat.fidelity,
         min_tokens=chat.min_tokens,
+        loop_break=chat.loop_break,
         logprobs=chat.logprobs,
         guided=guides.grammar is not None,
     )

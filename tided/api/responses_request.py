@@ -16,7 +16,7 @@ from tided.errors import RequestError
 MAX_ITEMS = 10_000
 _SAME = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls", "tool_choice"),
-    *("reasoning", "enable_thinking", "chat_template_kwargs", "fidelity", "x_engine_stats", "ignore_eos"),
+    *("reasoning", "enable_thinking", "chat_template_kwargs", "fidelity", "loop_break", "x_engine_stats", "ignore_eos"),
 )
 _STATEFUL = ("previous_response_id", "conversation", "prompt")
 _OWN_NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input"}

@@ -37,6 +37,7 @@ class EngineThread(Protocol):
     expert_reads: Mapping[str, Any]
     board: ExpertBoard
     figures: Figures
+    token_bytes: Sequence[bytes | None]
 
     @property
     def residency(self) -> Residency: ...
@@ -98,13 +99,14 @@ class Answer(AsyncIterator[Event]):
 
 
 class EngineClient:
-    """`lanes` and `queue` bound the requests that may be open. `attach` makes it ready; until then it refuses."""
+    """`lanes` and `queue` bound the requests that may be open. `attach` makes it ready; until then it refuses.
+    `token_bytes`: what each token id spells, None for special ones."""
 
-    def __init__(self, lanes: int, queue: int) -> None:
+    def __init__(self, lanes: int, queue: int, token_bytes: Sequence[bytes | None] = ()) -> None:
         self.state: State = "starting"
         self.fault = ""
         self.recent_stats: deque[dict[str, Any]] = deque(maxlen=RECENT_STATS)  # newest first
-        self._lanes, self._queue = lanes, queue
+        self._lanes, self._queue, self._token_bytes = lanes, queue, token_bytes
         self._speed = DecodeSpeed()
         self._engine: EngineThread | None = None
         self._loop = asyncio.get_running_loop()
@@ -115,6 +117,7 @@ class EngineClient:
         self._lock = threading.Lock()
 
     def attach(self, engine: EngineThread) -> None:
+        engine.token_bytes = self._token_bytes
         self._engine, self.state = engine, "ready"
 
     # Called on the loop

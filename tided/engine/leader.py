@@ -95,6 +95,15 @@ class LeaderEngine(Engine):
     def traces(self) -> Traces:
         return self.ledger.traces
 
+    @property
+    def token_bytes(self) -> Sequence[bytes | None]:
+        """What each token id spells, None for special ones; to be told before the first request."""
+        return self.ledger.token_bytes
+
+    @token_bytes.setter
+    def token_bytes(self, known: Sequence[bytes | None]) -> None:
+        self.ledger.token_bytes = known
+
     def submit(self, request: Request, guide: Guide | None = None) -> None:
         """Raises RequestError, here and now, for one that could not run. `guide`: the engine's own from here on."""
         check_request(request, self.scheduler.limits, self.executor.model.shape.vocab_size)

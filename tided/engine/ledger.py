@@ -1,6 +1,7 @@
 """Rank 0's account of the open requests: their counters and events, and what the pilot is told of them.
 
-Each request ends exactly once: by a stop id, by its length, by a cancellation, or with the pair.
+Each request ends exactly once: by a stop id, by its length, because it goes round in circles, by a cancellation, or
+with the pair.
 """
 
 import logging
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from tided.control.messages import Decode, Mask, Prefill, Step
 from tided.engine.executor import Demand, Executor, Outcome
+from tided.engine.loops import LoopWatch
 from tided.engine.motion import Motion, Moved
 from tided.engine.ports import PairSwap, Pilot
 from tided.engine.scheduler import Running, Scheduler
@@ -34,7 +36,8 @@ Reason = Literal["stop", "length", "cancelled"]
 
 
 class Ledger:
-    """`events` wait to be emitted; `residency` is the routable set as published."""
+    """`events` wait to be emitted; `residency` is the routable set as published. `token_bytes`: what a token id spells,
+    None for special ones."""
 
     def __init__(self, executor: Executor, scheduler: Scheduler, motion: Motion, pilot: Pilot | None) -> None:
         self.events: list[Event] = []
@@ -44,6 +47,8 @@ class Ledger:
         self.traces = Traces()
         self._prompt_mass: dict[int, Array] = {}  # by lane
         self._guides: dict[str, Guide] = {}  # by request
+        self.token_bytes: Sequence[bytes | None] = ()
+        self._watches: dict[str, LoopWatch] = {}  # by request
 
     @property
     def open_ids(self) -> list[str]:
@@ -60,6 +65,8 @@ class Ledger:
             self._open[request.request_id] = RequestStats(request, submitted_s, self._motion.has_ring)
             if guide is not None:
                 self._guides[request.request_id] = guide
+            if request.loop_break:
+                self._watches[request.request_id] = LoopWatch(request.loop_break, self.token_bytes)
 
     def masks(self, work: Prefill | Decode | None) -> list[Mask]:
         """What the lanes that this work draws a token for may draw."""
@@ -137,14 +144,14 @@ class Ledger:
         log.warning("request %s: %s", name, why)
         self._take_demand(self._stats_of(running), running.lane)
         self.traces.ended(name, "failed", self._executor.seq, time.monotonic(), None)
-        del self._open[name]
-        self._guides.pop(name, None)
+        self._forget(name)
         self.events.append(Failed(name, why))
 
     def fail(self, request_ids: Sequence[str], message: str) -> None:
         self.events += [Failed(request_id, message) for request_id in request_ids]
         self._open.clear()
         self._guides.clear()
+        self._watches.clear()
 
     def idle(self) -> None:
         """Nothing is asked for: the tide may plan."""
@@ -211,11 +218,25 @@ class Ledger:
         stats.token(now_s)
         self._scheduler.drew(lane, 1)
         stopped = token in request.stop_ids
+        stats.loop_break = not stopped and self._loops(request, stats.completion_tokens, token)
         if not stopped:
             self.events.append(Tokens(request.request_id, [token], [] if logprob is None else [logprob]))
-        if stopped or stats.completion_tokens >= request.max_tokens:
+        if stopped or stats.loop_break or stats.completion_tokens >= request.max_tokens:
             self._scheduler.finish(lane)
-            self._finish(request.request_id, "stop" if stopped else "length", lane)
+            self._finish(request.request_id, "stop" if stopped or stats.loop_break else "length", lane)
+
+    def _loops(self, request: Request, tokens: int, token: int) -> bool:
+        """Whether the answer of so many tokens goes round in circles. What it must have at least is not watched."""
+        watch = self._watches.get(request.request_id)
+        loop = watch.feed(token) if watch is not None and tokens > request.min_tokens else None
+        if loop is not None:
+            log.warning(
+                "request %s: ended, the last %d tokens came %d times in a row",
+                request.request_id,
+                loop.tokens,
+                loop.repeats,
+            )
+        return loop is not None
 
     def _finish(self, request_id: str, reason: Reason, lane: int | None) -> None:
         """The request's last event, with its own counters whatever ended it. The lane's state goes with the next step,
@@ -226,12 +247,17 @@ class Ledger:
         uses = None if lane is None else Uses(*self._executor.tap.uses[:, lane].cpu().numpy().copy())
         self.traces.ended(request_id, reason, self._executor.seq, time.monotonic(), uses)
         report = stats.report(self.residency, time.monotonic(), self.reads())
-        guide = self._guides.pop(request_id, None)
+        guide = self._guides.get(request_id)
         report["grammar"] = {"active": guide is not None, "mask_ms": None if guide is None else 1e3 * guide.mask_s}
         log.info("%s", log_line(request_id, reason, report))
         prompt, completion = len(stats.request.prompt_ids), stats.completion_tokens
         self.events.append(Finished(request_id, reason, prompt, completion, report))
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
         del self._open[request_id]
+        self._guides.pop(request_id, None)
+        self._watches.pop(request_id, None)
 
     def _take_demand(self, stats: RequestStats, lane: int) -> None:
         """What was routed since the prompt was complete; of an incomplete prompt, all."""

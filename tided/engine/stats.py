@@ -134,6 +134,7 @@ class RequestStats:
     completion_tokens: int = 0
     decoded_tokens: int = 0
     depths: Counter[int] = field(default_factory=Counter)  # of its decode steps, by drafts verified
+    loop_break: bool = False  # it was ended because it went round in circles
     stepped_tokens: int = 0  # that came of them, those behind the answer's end included
     passes: dict[int, tuple[Plan, int, int]] = field(
         default_factory=dict
@@ -203,6 +204,7 @@ class RequestStats:
                 "drafted": sum(depth * steps for depth, steps in self.depths.items()),
                 "accepted": self.stepped_tokens - self.depths.total(),
             },
+            "loop_break": self.loop_break,
             "lane": self.lane,
             "lanes_busy": self.lanes_busy,
             "parked": self.parked,

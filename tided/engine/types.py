@@ -36,7 +36,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. `max_tokens` is resolved and fits the context together with the prompt.
 
     `min_tokens`: no stop id is drawn before. `logprobs`: how many of the likeliest tokens are told beside each drawn
-    one's log probability; None: nothing is told. `guided`: a `Guide` on rank 0 says what may be drawn.
+    one's log probability; None: nothing is told. `guided`: a `Guide` on rank 0 says what may be drawn. `loop_break`:
+    the answer ends when a cycle of tokens came so many times in a row (`engine.loops`); 0: it may go on.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     logprobs: int | None = None
     guided: bool = False
+    loop_break: int = 0
 
     @property
     def may_draft(self) -> bool:

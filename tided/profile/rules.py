@@ -107,6 +107,10 @@ def _verify_reads(verify_reads: bool, source: str) -> str:
     return "a checkpoint has no checksums to verify" if verify_reads and source != "pack" else ""
 
 
+def _loop_break(loop_break: int) -> str:
+    return "every token comes once: no answer would have a second one" if loop_break == 1 else ""
+
+
 def _file_exists(path: str) -> str:
     return f"there is no file {path}" if path and not is_file(path) else ""
 
@@ -152,6 +156,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("experts.verify_reads", "experts.source"), 'experts.verify_reads needs experts.source = "pack"', _verify_reads
     ),
+    Rule(("engine.loop_break",), "engine.loop_break is 0 (off), or 2 and more", _loop_break),
     Rule(("parallel.key_file",), "a key file that is named must be there", _file_exists),
     Rule(("server.api_keys_file",), "a key file that is named must be there", _file_exists),
     Rule(
