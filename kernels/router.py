@@ -35,8 +35,8 @@ def scores(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def route(score: Tensor, bias: Tensor, routable: Tensor, top_k: int, scale: float) -> Routing:
-    """score [T, E], bias [E], routable [E] bool. An absent expert is substituted by the best routable one: the choice
-    is by score + bias, the weights are the unbiased scores of the chosen, renormalised.
+    """score [T, E], bias [E] or [T, E], routable [E] bool. An absent expert is substituted by the best routable one:
+    the choice is by score + bias, the weights are the unbiased scores of the chosen, renormalised.
 
     Raises ValueError when fewer than top_k experts are routable."""
     biased = score + bias

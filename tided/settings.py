@@ -239,6 +239,13 @@ class Server(Section, frozen=True):
     drain_s: Annotated[float, _doc("policy", "Longest wait for running requests at a stop.", ge=0, le=600)] = 30.0
 
 
+class Vision(Section, frozen=True):
+    rank: Annotated[
+        int,
+        _doc("numbers", "The rank that holds the vision tower and runs it; -1: none, images are refused.", ge=-1, le=63),
+    ] = -1
+
+
 class Settings(Section, frozen=True):
     model: Model
     experts: Experts
@@ -247,3 +254,4 @@ class Settings(Section, frozen=True):
     engine: Engine = Engine()
     parallel: Parallel = Parallel()
     server: Server = Server()
+    vision: Vision = Vision()

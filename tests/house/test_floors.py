@@ -23,13 +23,14 @@ FLOORS: dict[str, set[str]] = {
     "tided.control": {"tided.guard"},
     "tided.experts": {"kernels", "packers"},
     "tided.cache": {"kernels"},
-    "tided.models": {"kernels", "packers", "tided.experts", "tided.cache"},
+    "tided.images": set(),
+    "tided.models": {"kernels", "packers", "tided.experts", "tided.cache", "tided.images.geometry"},
     "tided.engine": {
         "kernels", "packers", "tided.tide", "tided.experts", "tided.cache", "tided.models", "tided.control",
         "tided.profile",
     },
     "tided.chat": set(),
-    "tided.api": {"tided.chat"},
+    "tided.api": {"tided.chat", "tided.images"},
     # A rank: `daemon` the process, `life` its loop, `front` the HTTP side of it, `boot` the engine thread's side.
     "tided.front": {"tided.api", "tided.chat", "tided.engine", "tided.control", "packers"},
     "tided.boot": {

@@ -91,8 +91,8 @@ def taps(monkeypatch: pytest.MonkeyPatch) -> Taps:
         seen[f"ffn_in.{self.layer}"], seen[f"ffn_out.{self.layer}"] = x, self.numerics.store(result)
         return result
 
-    def see_route(self, x):
-        result = route(self, x)
+    def see_route(self, x, bias):
+        result = route(self, x, bias)
         seen[f"router_ids.{self.layer}"], seen[f"router_weights.{self.layer}"] = result.ids, result.weights
         return result
 

@@ -65,7 +65,7 @@ def test_experts_from_their_inputs(native_model, rounded):
     step = native_model.rotations.begin([lane], PROMPT_TOKENS)
     for block in native_model.blocks:
         x, layer = rounded[f"prefill.ffn_in.{block.layer}"], block.layer
-        routing = block.moe.route(x)
+        routing = block.moe.route(x, block.moe.bias)
         order, expected = routing.ids.argsort(1), rounded[f"prefill.router_ids.{layer}"].argsort(1)
         assert torch.equal(routing.ids.gather(1, order), rounded[f"prefill.router_ids.{layer}"].long().sort(1).values)
         weights = rounded[f"prefill.router_weights.{layer}"].gather(1, expected)
@@ -78,11 +78,11 @@ def test_experts_from_their_inputs(native_model, rounded):
 
 def test_engram_from_its_inputs(native_model, prompt, rounded, taps):
     lane = native_model.open_lane(0)
-    spans = native_model.rotations.begin([lane], len(prompt)).spans
-    asked = native_model.engrams.ask(spans, prompt.numpy())
+    step = native_model.rotations.begin([lane], len(prompt))
+    asked = native_model.engrams.ask(step, prompt.numpy())
     entering = {1: rounded["prefill.resid.0"], 4: rounded["prefill.resid.3"]}
     for i, (layer, streams) in enumerate(entering.items()):
-        output = native_model.engrams.layers[layer].mix(streams, asked[layer], 0)
+        output = native_model.engrams.layers[layer].mix(streams, asked[layer], step)
         torch.testing.assert_close(output, rounded[f"prefill.engram_out.{layer}"], rtol=0.008, atol=1e-6)
         gate = rounded[f"prefill.engram_gate.{layer}"]
         torch.testing.assert_close(taps[f"engram_gate.{i}"], gate, rtol=1e-3, atol=1e-4)

@@ -20,6 +20,15 @@ class Draft:
     confidence: Tensor
 
 
+@dataclass(frozen=True)
+class Pictured:
+    """Of a chunk: at `places` [n] int64 stand tokens of images, and in place of their embeddings `rows` [n, D] fp32,
+    the same on every rank."""
+
+    places: Tensor
+    rows: Tensor
+
+
 class ModelShape(Protocol):
     """The sizes that other rooms need."""
 
@@ -64,8 +73,23 @@ class Model(Protocol):
         """Returns the lane's pages to the pool. The state must not be used again."""
         ...
 
-    def prefill(self, lane: LaneState, token_ids: Tensor, logits: Literal["none", "last", "all"]) -> Tensor | None:
+    def prefill(
+        self,
+        lane: LaneState,
+        token_ids: Tensor,
+        logits: Literal["none", "last", "all"],
+        pictured: Pictured | None = None,
+    ) -> Tensor | None:
         """Appends `token_ids` [T] int64 to the lane. Returns fp32 logits [1, vocab] ("last"), [T, vocab] ("all")."""
+        ...
+
+    def image_tokens(self, height: int, width: int) -> int:
+        """Tokens that stand for an image of so many pixels; 0: the model takes none of that size."""
+        ...
+
+    def see(self, height: int, width: int, pixels: bytes | None) -> Tensor:
+        """What stands in place of an image's embeddings, [tokens, D] fp32, the same on every rank. `pixels`: on rank 0,
+        [height, width, 3]; None on the others. A collective of all ranks."""
         ...
 
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:

@@ -34,10 +34,14 @@ class Family(Protocol):
         """Memory of the pool of contexts on one rank."""
         ...
 
+    def vision_bytes(self, config: dict[str, Any]) -> int:
+        """Memory of the vision tower on the rank that holds it; 0: the model has none."""
+        ...
+
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
     ) -> Model:
-        """With its drafter where `engine.draft` asks for one."""
+        """With its drafter where `engine.draft` asks for one, and its vision tower where `vision.rank` names a rank."""
         ...
 
 

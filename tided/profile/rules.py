@@ -111,6 +111,10 @@ def _loop_break(loop_break: int) -> str:
     return "every token comes once: no answer would have a second one" if loop_break == 1 else ""
 
 
+def _vision_rank(rank: int, ranks: int) -> str:
+    return f"there is no rank {rank}: there are {ranks}, from 0 on" if rank >= ranks else ""
+
+
 def _file_exists(path: str) -> str:
     return f"there is no file {path}" if path and not is_file(path) else ""
 
@@ -157,6 +161,7 @@ RULES: tuple[Rule, ...] = (
         ("experts.verify_reads", "experts.source"), 'experts.verify_reads needs experts.source = "pack"', _verify_reads
     ),
     Rule(("engine.loop_break",), "engine.loop_break is 0 (off), or 2 and more", _loop_break),
+    Rule(("vision.rank", "parallel.ranks"), "vision.rank < parallel.ranks", _vision_rank),
     Rule(("parallel.key_file",), "a key file that is named must be there", _file_exists),
     Rule(("server.api_keys_file",), "a key file that is named must be there", _file_exists),
     Rule(

@@ -7,6 +7,7 @@ import msgspec
 
 from kernels.rope import Yarn
 from tided.errors import DataError
+from tided.images.geometry import Geometry
 
 WHERE = "config.json"
 MAX_NGRAM, MAX_ENGRAM_HEADS = 8, 64  # a token looks up a row of each size and head, each with a prime to be found
@@ -101,9 +102,18 @@ class TextConfig(msgspec.Struct, frozen=True):
 class VisionConfig(msgspec.Struct, frozen=True):
     num_hidden_layers: int
     hidden_size: int
+    num_attention_heads: int
     intermediate_size: int
     patch_size: int
+    rope_theta: float
     downsample_ratio: int
+    max_image_tokens: int
+    min_pixels: int
+    max_wh_ratio: float | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.patch_size, self.downsample_ratio, self.max_image_tokens, self.min_pixels)
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True):
@@ -117,6 +127,7 @@ class Config(msgspec.Struct, frozen=True):
     model_type: str
     bos_token_id: int
     eos_token_id: int
+    image_token_id: int
     text_config: TextConfig
     vision_config: VisionConfig
     quantization_config: QuantizationConfig
@@ -156,7 +167,7 @@ def _rules(config: Config) -> list[tuple[bool, str]]:
     ]
     if bad_sizes:
         return rules
-    return rules + _number_rules(t) + _shape_rules(t) + _layer_rules(t)
+    return rules + _number_rules(t) + _shape_rules(t) + _layer_rules(t) + _vision_rules(config)
 
 
 def _number_rules(t: TextConfig) -> list[tuple[bool, str]]:
@@ -189,6 +200,21 @@ def _shape_rules(t: TextConfig) -> list[tuple[bool, str]]:
         (t.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even"),
         (t.qk_rope_head_dim <= min(t.head_dim, t.index_head_dim), "qk_rope_head_dim exceeds a head"),
         (0 <= t.engram_pad_token_id < t.vocab_size, "engram_pad_token_id is not in the vocabulary"),
+    ]
+
+
+def _vision_rules(config: Config) -> list[tuple[bool, str]]:
+    v = config.vision_config
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "patch_size")
+    bad_sizes = [name for name in (*sizes, "downsample_ratio", "min_pixels") if getattr(v, name) < 1]
+    if bad_sizes:
+        return [(False, f"{', '.join(bad_sizes)} of vision_config must be at least 1")]
+    return [
+        (v.hidden_size % (4 * v.num_attention_heads) == 0, "a head of vision_config must be a multiple of 4 wide"),
+        (1 < v.rope_theta < math.inf, "rope_theta of vision_config must be above 1"),
+        (v.max_image_tokens >= 4, "max_image_tokens must be at least 4: an image of one token"),
+        (v.max_wh_ratio is None, "max_wh_ratio must be null"),
+        (0 <= config.image_token_id < config.text_config.vocab_size, "image_token_id is not in the vocabulary"),
     ]
 
 

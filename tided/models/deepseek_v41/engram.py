@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,10 +16,11 @@ from tided.cache.context import After, Context
 from tided.models.deepseek_v41.config import TextConfig
 from tided.models.deepseek_v41.engram_rows import READERS, Asked, Table
 from tided.models.deepseek_v41.hashing import Hashing, layer_hashing
-from tided.models.deepseek_v41.step import Span
+from tided.models.deepseek_v41.step import Pass
 from tided.models.deepseek_v41.weights import Weights
 
 Ints = NDArray[np.int64]
+DEAD = -1  # in place of a compressed id: an image's token, which no n-gram reaches over
 
 
 @dataclass(frozen=True)
@@ -32,30 +34,34 @@ class Engram:
     weight: Tensor  # [streams, D], query weight times key weight
     numerics: Numerics
 
-    def mix(self, streams: Tensor, asked: Asked, skipped: int) -> Tensor:
-        """streams [T, S, D] -> the same shape. `skipped`: rows of `asked` that the pass has dropped."""
+    def mix(self, streams: Tensor, asked: Asked, step: Pass) -> Tensor:
+        """streams [T, S, D] of the pass's rows -> the same shape; nothing is added to those of images."""
         n, (_, width, hidden) = self.numerics, streams.shape
-        looked_up = asked.take(streams.device)[skipped:]
+        looked_up = asked.take(streams.device)[step.skipped :]
         projected = n.store(fp8_linear(looked_up, self.wkv, n.activation)).view(-1, width + 1, hidden)
-        return n.store(engram.mix(streams, projected[:, :width], projected[:, width], self.weight))
+        mixed = n.store(engram.mix(streams, projected[:, :width], projected[:, width], self.weight))
+        return mixed if step.pictured is None else torch.where(step.pictured[:, None, None], streams, mixed)
 
 
 class Engrams:
     """All Engram layers: token ids in, rows asked for before the first layer runs."""
 
-    def __init__(self, layers: dict[int, Engram], vocabulary: Ints, ngram: int) -> None:
-        self.layers, self._vocabulary, self._ngram = layers, vocabulary, ngram
+    def __init__(self, layers: dict[int, Engram], vocabulary: Ints, ngram: int, pad_id: int) -> None:
+        """vocabulary [V]: compressed id of each token id; `pad_id`, one of them, stands for what is not there."""
+        self.layers, self._vocabulary, self._ngram, self._pad_id = layers, vocabulary, ngram, pad_id
 
-    def ask(self, spans: list[Span], token_ids: Ints) -> dict[int, Asked]:
+    def ask(self, step: Pass, token_ids: Ints) -> dict[int, Asked]:
         """token_ids [T] of a pass: begins the reads of all layers and moves the lanes' tails on."""
-        compressed = self._vocabulary[token_ids]
+        compressed, spans = self._vocabulary[token_ids], step.spans
+        if step.pictured is not None:
+            compressed[step.pictured.cpu().numpy()] = DEAD
         histories = []
         for span in spans:
             histories.append(_histories(span.lane, compressed[span.rows], self._ngram))
             if span.lane.undo is not None:
                 span.after = After({}, span.lane.tail)
                 span.lane.undo.after.append(span.after)
-        history = np.concatenate(histories)
+        history = _living(np.concatenate(histories), self._pad_id)
         return {layer: part.table.ask(part.hashing.rows_of(history)) for layer, part in self.layers.items()}
 
 
@@ -64,6 +70,11 @@ def _histories(lane: Context, ids: Ints, ngram: int) -> Ints:
     known = np.concatenate([lane.tail, ids])
     lane.tail = known[len(known) - len(lane.tail) :]
     return np.lib.stride_tricks.sliding_window_view(known, ngram)[:, ::-1]
+
+
+def _living(history: Ints, pad_id: int) -> Ints:
+    """history [T, N], the newest first -> a dead token, and all that lies behind it, as if it were not there."""
+    return np.where(np.logical_or.accumulate(history == DEAD, axis=1), pad_id, history)
 
 
 def load_engrams(
@@ -77,4 +88,4 @@ def load_engrams(
         table = Table(checkpoint, f"{part.prefix}embed", cache_bytes // len(t.engram_layer_ids), readers)
         weight = part.plain("q_weight") * part.plain("k_weight")
         layers[layer] = Engram(layer, hashing, table, part.fp8("wkv"), weight, numerics)
-    return Engrams(layers, vocabulary, t.engram_max_ngram_size)
+    return Engrams(layers, vocabulary, t.engram_max_ngram_size, int(vocabulary[t.engram_pad_token_id]))

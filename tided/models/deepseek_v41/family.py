@@ -13,6 +13,7 @@ from tided.models.deepseek_v41 import load
 from tided.models.deepseek_v41.config import read_config
 from tided.models.deepseek_v41.model import DeepseekV41, Shape
 from tided.models.deepseek_v41.names import routed_expert_names
+from tided.models.deepseek_v41.vision import tower_bytes
 from tided.models.parallel import Group
 from tided.settings import Settings
 
@@ -37,8 +38,15 @@ class DeepseekV41Family:
     def context_bytes(self, config: dict[str, Any], settings: Settings) -> int:
         return load.context_bytes(read_config(config), settings)
 
+    def vision_bytes(self, config: dict[str, Any]) -> int:
+        return tower_bytes(read_config(config))
+
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
     ) -> DeepseekV41:
         model = load.load(checkpoint, settings, group, bank, device)
-        return model if settings.engine.draft == "off" else load.with_drafter(model, checkpoint, device)
+        if settings.engine.draft != "off":
+            model = load.with_drafter(model, checkpoint, device)
+        if settings.vision.rank >= 0:
+            model = load.with_vision(model, checkpoint, settings.vision.rank, device)
+        return model

@@ -19,6 +19,7 @@ from tided.models.deepseek_v41.model import DeepseekV41, Shape
 from tided.models.deepseek_v41.moe import load_moe
 from tided.models.deepseek_v41.names import expected_tensors
 from tided.models.deepseek_v41.step import Rotations
+from tided.models.deepseek_v41.vision import load_vision
 from tided.models.deepseek_v41.vocabulary import compressed_vocabulary
 from tided.models.deepseek_v41.weights import Weights
 from tided.models.parallel import Group
@@ -104,6 +105,13 @@ def with_drafter(model: DeepseekV41, checkpoint: Checkpoint, device: torch.devic
         drafter=drafter,
         context_shape=replace(shape, layers=shape.layers + t.num_nextn_predict_layers),
     )
+
+
+def with_vision(model: DeepseekV41, checkpoint: Checkpoint, rank: int, device: torch.device) -> DeepseekV41:
+    """The model with its vision tower, which is read on `rank` alone."""
+    vision = load_vision(Weights(checkpoint, model.group, device), read_config(checkpoint.config), rank, model.numerics)
+    checkpoint.unmap()
+    return replace(model, vision=vision)
 
 
 def _load_block(

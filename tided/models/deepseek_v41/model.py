@@ -14,11 +14,13 @@ from kernels.rows import ROWS
 from tided.cache.context import Context, ContextShape
 from tided.cache.pool import PAGE_TOKENS, Pool
 from tided.errors import ConfigError, ContextOverflowError
-from tided.models.base import Choose, Draft, LaneState
+from tided.images.geometry import Size
+from tided.models.base import Choose, Draft, LaneState, Pictured
 from tided.models.deepseek_v41.block import Block
 from tided.models.deepseek_v41.drafter import Drafter
 from tided.models.deepseek_v41.engram import Engrams
 from tided.models.deepseek_v41.step import Pass, Rotations
+from tided.models.deepseek_v41.vision import Vision
 from tided.models.parallel import Group
 
 
@@ -58,6 +60,7 @@ class DeepseekV41:
     numerics: Numerics
     tapped: tuple[int, ...] = ()  # layers whose input the drafter watches
     drafter: Drafter | None = None
+    vision: Vision | None = None  # None: images are refused
 
     def open_lane(self, index: int) -> Context:
         context = Context(index, self.context_shape, self.norm.device)
@@ -67,17 +70,31 @@ class DeepseekV41:
     def close_lane(self, lane: LaneState) -> None:
         self.pool.release(_context(lane))
 
-    def prefill(self, lane: LaneState, token_ids: Tensor, logits: Literal["none", "last", "all"]) -> Tensor | None:
+    def prefill(
+        self,
+        lane: LaneState,
+        token_ids: Tensor,
+        logits: Literal["none", "last", "all"],
+        pictured: Pictured | None = None,
+    ) -> Tensor | None:
         """See `Model`. Raises UnavailableError when the pool is short, ContextOverflowError past context_tokens, both
         before anything changed; ConfigError for "all" under bounded replay, which does not compute every row."""
         if logits == "all" and self.replay == "bounded":
             raise ConfigError(
                 "logits of every prompt token need the whole path", hint='set decoder_replay = "full" in [model]'
             )
-        rows = self.forward([_context(lane)], token_ids.view(1, -1), bounded=self.replay == "bounded")
+        rows = self.forward([_context(lane)], token_ids.view(1, -1), self.replay == "bounded", pictured)
         if logits == "none":
             return None
         return self.logits(rows if logits == "all" else rows[-1:]).clone()  # an ordinary tensor again
+
+    def image_tokens(self, height: int, width: int) -> int:
+        return 0 if self.vision is None else self.vision.geometry.tokens(Size(height, width))
+
+    def see(self, height: int, width: int, pixels: bytes | None) -> Tensor:
+        if self.vision is None:
+            raise ConfigError("this model was loaded without its vision tower", hint="set rank in [vision]")
+        return self.vision.see(Size(height, width), pixels)
 
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """See `Model`. Taken in runs of at most ROWS rows: within them kernels compute row by row."""
@@ -141,26 +158,32 @@ class DeepseekV41:
         return self.drafter.propose([_context(lane) for lane in lanes], anchors, choose)
 
     @torch.inference_mode()
-    def forward(self, lanes: list[Context], token_ids: Tensor, bounded: bool) -> Tensor:
+    def forward(
+        self, lanes: list[Context], token_ids: Tensor, bounded: bool, pictured: Pictured | None = None
+    ) -> Tensor:
         """token_ids [lanes, count] -> rows [T, D] before the final norm, T = lanes * count, or the last window of a
         chunk when `bounded`. Moves the lanes on."""
         count = token_ids.shape[1]
         self._check_room(lanes, [count] * len(lanes))
         self.pool.grow(lanes, count)
-        return self.run(self.rotations.begin(lanes, count), token_ids.view(-1), bounded)
+        return self.run(self.rotations.begin(lanes, count), token_ids.view(-1), bounded, pictured)
 
     @torch.inference_mode()
-    def run(self, step: Pass, token_ids: Tensor, bounded: bool) -> Tensor:
+    def run(self, step: Pass, token_ids: Tensor, bounded: bool, pictured: Pictured | None = None) -> Tensor:
         """token_ids [T] of the pass, whose lanes have the pages. Otherwise as `forward`."""
-        asked = self.engrams.ask(step.spans, token_ids.cpu().numpy())
+        if pictured is not None:
+            step.pictured = torch.zeros_like(step.positions, dtype=torch.bool).index_fill_(0, pictured.places, True)
+        asked = self.engrams.ask(step, token_ids.cpu().numpy())
         streams = self.embedded(token_ids)
+        if pictured is not None:
+            streams[pictured.places] = pictured.rows.unsqueeze(1)
         pre = torch.zeros(streams.shape[:2], device=streams.device)
         pre[:, 0] = 1.0
         taps: list[Tensor] = []
         for block in self.blocks:
             engram = self.engrams.layers.get(block.layer)
             if engram is not None:
-                streams = engram.mix(streams, asked[block.layer], step.skipped)
+                streams = engram.mix(streams, asked[block.layer], step)
             if bounded and block.layer == self.last_kv_source:
                 # The rows left behind still owe the global context, and nothing else.
                 block.attention.compress(step, block.attention_input(streams, pre))

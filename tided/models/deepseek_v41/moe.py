@@ -25,6 +25,7 @@ class Moe:
     limit: float
     gate: Tensor  # [E, D]
     bias: Tensor  # [E], of text
+    bias_vl: Tensor  # [E], of images
     shared_w13: Tensor  # [2n, D], this rank's part: w1 over w3
     shared_w2: Tensor  # [D, n]
     bank: ExpertBank
@@ -35,12 +36,13 @@ class Moe:
 
         Experts that rows wait for are read while the shared expert and those that are here are computed."""
         n, bank, lanes = self.numerics, self.bank, step.lane_of_row
-        routing = self.route(x)
+        bias = self._bias(step)
+        routing = self.route(x, bias)
         urgent = bank.urgent if bank.urgent is not None and bank.urgent.active else None
         allowed = urgent.allowed(self.layer, lanes, routing) if urgent else None
         read = None
         if allowed is not None:
-            routing = reroute(routing, self.bias, allowed, self.route_scale)
+            routing = reroute(routing, bias, allowed, self.route_scale)
             read = routing.missed & allowed.gather(1, routing.wanted)
         wish = (routing.wanted, routing.wanted_scores, routing.wanted_weights)
         bank.tap.record(self.layer, lanes, *wish, routing.missed, read)
@@ -52,9 +54,14 @@ class Moe:
             )
         return self._with_late(urgent, rounded, routing, picks)
 
-    def route(self, x: Tensor) -> Routing:
+    def route(self, x: Tensor, bias: Tensor) -> Routing:
+        """bias [E], or [T, E] where rows differ in it."""
         routable = self.bank.tables.routable[self.layer]
-        return route(scores(x, self.gate), self.bias, routable, self.top_k, self.route_scale)
+        return route(scores(x, self.gate), bias, routable, self.top_k, self.route_scale)
+
+    def _bias(self, step: Pass) -> Tensor:
+        """What the choice adds to the scores: text and images have their own."""
+        return self.bias if step.pictured is None else torch.where(step.pictured[:, None], self.bias_vl, self.bias)
 
     def _with_late(self, urgent: UrgentReads, rounded: Tensor, routing: Routing, picks: Tensor) -> Tensor:
         """rounded [T, D]; picks [T, k] with -1 where the expert is not here yet. The sum is that of all at once."""
@@ -88,6 +95,7 @@ def load_moe(weights: Weights, t: TextConfig, layer: int, top_k: int, bank: Expe
         t.swiglu_limit,
         gate=weights.plain("gate.weight"),
         bias=weights.plain("gate.bias"),
+        bias_vl=weights.plain("gate.bias_vl"),
         shared_w13=torch.cat([shared.fp8("w1", rows=inner), shared.fp8("w3", rows=inner)]),
         shared_w2=shared.fp8("w2", columns=inner),
         bank=bank,

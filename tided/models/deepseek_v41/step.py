@@ -50,7 +50,8 @@ class Span:
 
 @dataclass
 class Pass:
-    """`skipped`: rows dropped from the front since the pass began (bounded replay)."""
+    """`skipped`: rows dropped from the front since the pass began (bounded replay). `pictured` [T] bool: rows of
+    images; None: there are none."""
 
     spans: list[Span]
     positions: Tensor
@@ -58,6 +59,7 @@ class Pass:
     plain: Tensor  # rotation without compression, complex [T, r / 2]
     compressed: Tensor  # rotation of layers with compressed rows
     skipped: int = 0
+    pictured: Tensor | None = None
     written: set[int] = field(default_factory=set)  # source layers whose compressed rows are in the pool already
 
     def turn(self, ratio: int) -> Tensor:
@@ -73,6 +75,7 @@ class Pass:
             self.plain[-count:],
             self.compressed[-count:],
             self.skipped + span.count - count,
+            None if self.pictured is None else self.pictured[-count:],
             self.written,
         )
 

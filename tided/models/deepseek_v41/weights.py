@@ -31,6 +31,10 @@ class Weights:
         """A BF16 or F32 tensor as fp32; `rows` of its first dimension. A copy: a view would hold the mapped file."""
         return self.checkpoint.read(self.prefix + name)[rows].to(self.device, torch.float32, copy=True)
 
+    def stored(self, name: str) -> Tensor:
+        """A tensor in the type of the file; a copy."""
+        return self.checkpoint.read(self.prefix + name).clone().to(self.device)
+
     def fp8(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """`name`.weight times its block scales, exactly, as fp32. Cut first: only the rank's share is computed, and
         only its pages are read. Raises ValueError for a cut through a block."""
