@@ -10,20 +10,16 @@ from importlib.metadata import version
 from aiohttp import web
 
 from tided.api.admission import Admission
-from tided.api.anthropic import count, messages
 from tided.api.auth import KeyRing, key_file
-from tided.api.completions import completions
 from tided.api.context import CONTEXT, Context
-from tided.api.expert_map import expert_map
 from tided.api.json_text import to_json
-from tided.api.metrics import METRICS, Metrics, metrics
-from tided.api.middleware import Handler, add_headers, expect, observe
-from tided.api.openai import chat_completions
+from tided.api.metrics import METRICS, Metrics
+from tided.api.middleware import add_headers, observe
 from tided.api.ports import Engine, Limits
-from tided.api.responses import responses
+from tided.api.routes import DOCUMENT, add_routes, api_document
 from tided.api.served import ServedModel
 from tided.api.slots import Slots
-from tided.api.small_routes import health, hello, model, models, numbers_of, root, trace
+from tided.api.small_routes import numbers_of
 from tided.chat.families import Family
 from tided.chat.tokenizer import Tokenizer
 from tided.errors import ConfigError
@@ -64,7 +60,8 @@ def build_app(
     app[METRICS] = Metrics(engine, settings.model.served_name, version("tidelm"))
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_threads)
-    _add_routes(app)
+    app[DOCUMENT] = api_document(version("tidelm"))
+    add_routes(app)
     return app
 
 
@@ -82,32 +79,6 @@ def build_runner(app: web.Application) -> web.AppRunner:
         auto_decompress=False,
         shutdown_timeout=app[CONTEXT].limits.close_s,
     )
-
-
-def _add_routes(app: web.Application) -> None:
-    _add(app, "GET", "/", root)
-    _add(app, "GET", "/health", health)
-    _add(app, "GET", "/api/hello", hello)
-    _add(app, "GET", "/metrics", metrics)
-    for prefix in ("/v1", "/v1/v1"):
-        _add(app, "GET", f"{prefix}/models", models)
-        app.router.add_get(prefix + "/models/{id:.+}", model)
-        _add(app, "GET", prefix + "/requests/{id}/residency", trace)
-        _add(app, "POST", f"{prefix}/chat/completions", chat_completions)
-        _add(app, "POST", f"{prefix}/completions", completions)
-        _add(app, "POST", f"{prefix}/responses", responses)
-        _add(app, "GET", f"{prefix}/expert-map", expert_map)
-        _add(app, "POST", f"{prefix}/messages", messages)
-        _add(app, "POST", f"{prefix}/messages/count_tokens", count)
-
-
-def _add(app: web.Application, method: str, path: str, handler: Handler) -> None:
-    """With and without a slash at the end: a redirect would cost some clients their key."""
-    for spelling in {path, path.rstrip("/") + "/"}:
-        if method == "GET":
-            app.router.add_get(spelling, handler)
-        else:
-            app.router.add_route(method, spelling, handler, expect_handler=expect)
 
 
 def _refuse_open(server: Server) -> None:

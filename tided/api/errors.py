@@ -57,7 +57,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 # Anthropic's names of faults, by status; every other fault of a client is an invalid_request_error.
-_ANTHROPIC_TYPES = {
+ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     408: "timeout_error",
@@ -69,7 +69,7 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_error_body(error: RequestError, request_id: str) -> dict[str, Any]:
-    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = shorten(_anthropic_message(error), 1000)
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 

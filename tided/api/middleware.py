@@ -18,7 +18,7 @@ log = logging.getLogger("tided.api")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_OPEN_PATHS = ("/", "/health", "/api/hello")
+OPEN_PATHS = ("/", "/health", "/api/hello")
 _CLIENT_GONE = 499
 
 
@@ -57,7 +57,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _is_open(request: web.Request) -> bool:
     path = request.path.rstrip("/") or "/"
-    readable = path in _OPEN_PATHS or (path == "/metrics" and request.app[CONTEXT].served.settings.server.metrics_open)
+    readable = path in OPEN_PATHS or (path == "/metrics" and request.app[CONTEXT].served.settings.server.metrics_open)
     return readable and request.method in (hdrs.METH_GET, hdrs.METH_HEAD)
 
 

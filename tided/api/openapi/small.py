@@ -1,0 +1,116 @@
+"""What the small routes answer, and refusals."""
+
+from tided.api.errors import ANTHROPIC_TYPES
+from tided.api.openapi.terms import (
+    ANY_NUMBER,
+    ANY_OBJECT,
+    COUNT,
+    TRUTH,
+    Schema,
+    always,
+    array,
+    nullable,
+    one,
+    ref,
+    said,
+    text,
+    told,
+)
+
+_NAME = text(1)
+_PAIRS = array(array(COUNT, 2, least=2))
+_DIGITS = said("A digit for each expert of a layer.", array(text(pattern="^[0-9]*$")))
+
+SCHEMAS: dict[str, Schema] = {
+    "Error": told(
+        {
+            "error": told(
+                {
+                    "message": said("One line.", text(1, pattern=r"^[^\n]*$")),
+                    "type": _NAME,
+                    "param": said("The field that is wrong.", nullable(text())),
+                    "code": nullable(text()),
+                }
+            )
+        }
+    ),
+    "AnthropicError": told(
+        {
+            "type": always("error"),
+            "error": told(
+                {
+                    "type": one("invalid_request_error", "api_error", *sorted({*ANTHROPIC_TYPES.values()})),
+                    "message": text(1, pattern=r"^[^\n]*$"),
+                }
+            ),
+            "request_id": text(pattern="^[A-Za-z0-9._-]{1,128}$"),
+        }
+    ),
+    "Alive": told({"status": always("ok")}, {"engine": always("tidelm")}),
+    "Health": said(
+        "The engine's own names may be more.",
+        {
+            "type": "object",
+            "properties": {
+                "status": one("ok", "loading", "draining", "fault"),
+                "engine": always("tidelm"),
+                "model": _NAME,
+                "busy": TRUTH,
+                "lanes": told({"total": COUNT, "busy": COUNT}),
+                "queue": COUNT,
+                "max_context": COUNT,
+                "uptime_s": ANY_NUMBER,
+                "engine_config": said("Settings that change what is computed.", ANY_OBJECT),
+                "fault": _NAME,
+            },
+            "required": ["status", "engine", "model", "busy", "lanes", "queue", "max_context", "engine_config"],
+        },
+    ),
+    "ModelCard": told(
+        {
+            "id": _NAME,
+            "object": always("model"),
+            "type": always("model"),
+            "created": COUNT,
+            "created_at": _NAME,
+            "display_name": _NAME,
+            "owned_by": always("tidelm"),
+            "max_model_len": COUNT,
+            "context_length": COUNT,
+            "max_output_tokens": COUNT,
+            "capabilities": told({"vision": TRUTH, "tools": TRUTH, "reasoning": TRUTH}),
+        }
+    ),
+    "ModelList": told(
+        {
+            "object": always("list"),
+            "data": array(ref("ModelCard"), least=1),
+            "first_id": _NAME,
+            "last_id": _NAME,
+            "has_more": always(False),
+        }
+    ),
+    "Residency": said("What a request wanted of the experts, missed and got: numbers of the engine.", ANY_OBJECT),
+    "ExpertMap": told(
+        {
+            "version": always(1),
+            "sampled_at": ANY_NUMBER,
+            "model": _NAME,
+            "busy": TRUTH,
+            "fault": text(),
+            "rank": COUNT,
+            "world_size": COUNT,
+            "layers": COUNT,
+            "experts_per_layer": COUNT,
+            "total_experts": COUNT,
+            "states": _DIGITS,
+            "state_names": array(_NAME),
+            "counts": {"type": "object", "additionalProperties": COUNT},
+            "resident_per_layer": array(COUNT),
+            "generation": COUNT,
+            "activity": told({"sequence": COUNT, "active": _PAIRS, "recent": _PAIRS}),
+            "heat": nullable(_DIGITS),
+        }
+    ),
+    "Document": ANY_OBJECT,
+}
