@@ -1,6 +1,5 @@
 """A server on a real socket in front of a scripted engine."""
 
-import re
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -13,14 +12,13 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chat"))
 
-from scripted_engine import ScriptedEngine, Server, settings_with
+from scripted_engine import ScriptedEngine, Server, output_ids, settings_with
 from small_tokenizer import build
 
 from tided.api.app import build_app, build_runner
 from tided.api.context import CONTEXT
 from tided.api.ports import Limits
-from tided.chat.families import DEEPSEEK_V41
-from tided.chat.messages import Segment
+from tided.chat.families import DEEPSEEK_V41, Family
 from tided.chat.tokenizer import Tokenizer
 
 FAST = Limits(keepalive_s=0.2, stall_s=1.0, body_s=0.5)
@@ -33,13 +31,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def ids(tokenizer) -> Callable[[str], list[int]]:
-    """Ids of a model's output: what spells a special token is that token, as if the model had drawn it."""
-    special = re.compile("(" + "|".join(map(re.escape, tokenizer.special_ids)) + ")")
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode([Segment(p, special=i % 2 == 1) for i, p in enumerate(special.split(text)) if p])
-
-    return encode
+    return output_ids(tokenizer)
 
 
 @pytest.fixture
@@ -48,12 +40,17 @@ def engine(ids) -> ScriptedEngine:
 
 
 @pytest.fixture
-async def serve(engine, tokenizer):
+def family() -> Family:
+    return DEEPSEEK_V41
+
+
+@pytest.fixture
+async def serve(engine, tokenizer, family):
     """serve(keys=…, limits=…, **server settings) -> Server; everything is closed at the end."""
     async with AsyncExitStack() as stack:
 
         async def start(limits: Limits = FAST, serves: Any = engine, **server: Any) -> Server:
-            app = build_app(serves, tokenizer, DEEPSEEK_V41, settings_with(**server), identity="weights", limits=limits)
+            app = build_app(serves, tokenizer, family, settings_with(**server), identity="weights", limits=limits)
             runner = build_runner(app)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

@@ -10,6 +10,8 @@ import aiohttp
 from aiohttp import web
 
 from tided.api.context import Context
+from tided.chat.messages import Segment
+from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Event, Failed, Finished, Guide, Request, Started, Tokens
 from tided.errors import RequestError
 from tided.settings import Cache, Experts, Model, Settings
@@ -115,6 +117,16 @@ class ScriptedEngine:
     @property
     def request(self) -> Request:
         return self.answers[-1].request
+
+
+def output_ids(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """Ids of a model's output: what spells a special token is that token, as if the model had drawn it."""
+
+    def encode(text: str) -> list[int]:
+        pieces = tokenizer.special_spellings.split(text)
+        return tokenizer.encode([Segment(piece, special=at % 2 == 1) for at, piece in enumerate(pieces) if piece])
+
+    return encode
 
 
 def settings_with(cache: Cache | None = None, **server: Any) -> Settings:

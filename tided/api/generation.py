@@ -156,6 +156,7 @@ class Generation:
             "completion_tokens": self.completion_tokens,
             "thinking": conversation.thinking,
             "effort": conversation.effort if conversation.thinking else None,
+            "notes": list(self.prepared.prompt.notes),
             "seed": self.prepared.request.sampling.seed,
         }
 

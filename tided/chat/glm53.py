@@ -39,6 +39,7 @@ _NO_IMAGE = (
     "<reminder>You are unable to process this image because you don't have multi-modal input ability. "
     "Try different methods.</reminder>"
 )
+_NO_THINKING = "GLM-5.3 has no mode without thinking: its reasoning was closed before it began"
 _TOOLS = "\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n" + (
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
 )
@@ -80,7 +81,7 @@ class _Renderer:
                 return self._continued_turn(block[0])
             self._block(at, block)
         start = self._open_turn() if self.given.open_turn else "content"
-        return Prompt(self.out.segments(), start)
+        return Prompt(self.out.segments(), start, notes=() if self.given.thinking else (_NO_THINKING,))
 
     def _effort(self) -> str:
         if not self.given.thinking or self.given.effort <= LOW:

@@ -82,11 +82,13 @@ class Segment(msgspec.Struct, frozen=True):
 
 class Prompt(msgspec.Struct, frozen=True):
     """A rendered prompt. `start`: the state in which the model's output begins; `leading`: nothing of that state is
-    in the prompt yet, so newlines at the start of the output are layout and not text."""
+    in the prompt yet, so newlines at the start of the output are layout and not text. `notes`: what the format could
+    not do as it was asked, for the answer's statistics."""
 
     segments: tuple[Segment, ...]
     start: Start
     leading: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
