@@ -139,13 +139,40 @@ def test_a_damaged_file_is_a_miss_with_a_line(tmp_path, background, caplog, suff
     assert read(cache, key, IDS)
 
 
+def test_what_is_lost_while_it_is_written_leaves_no_file(tmp_path, background, monkeypatch):
+    """A reader finds damaged the pages that a snapshot under way shares: both go, and so does what is written."""
+    cache = disk(tmp_path, background)
+    first = save(cache, IDS)
+    assert background.flush(30)
+    shared = tmp_path / "prefix" / f"{chain('s', IDS, CHUNK).chunks[0]}.pages"
+    shared.write_bytes(shared.read_bytes()[:-10])
+    write, longer = bundle.write, [*IDS[:4], *range(20, 28)]
+
+    def writes(path, pieces):
+        monkeypatch.setattr(bundle, "write", write)
+        assert not read(cache, first, IDS)
+        write(path, pieces)
+
+    monkeypatch.setattr(bundle, "write", writes)
+    key = save(cache, longer)
+    assert background.flush(30)
+    assert not cache.holds(key)
+    cache.check()
+    assert list((tmp_path / "prefix").iterdir()) == []
+    save(cache, longer)  # and is written again
+    assert background.flush(30)
+    assert read(cache, key, longer)
+
+
 def test_the_disk_budget_is_kept_and_the_oldest_goes(tmp_path, background):
-    cache = disk(tmp_path, background, disk_bytes=8_000)  # two of three pages and a state each
+    cache = disk(tmp_path, background, disk_bytes=9_500)  # two of three pages and a state each
     prompts = [[i, *IDS[1:]] for i in range(5)]
     keys = [save(cache, ids) for ids in prompts]
     assert background.flush(30)
     assert [read(cache, key, ids) for key, ids in zip(keys, prompts, strict=True)] == [False] * 3 + [True] * 2
-    names = {path.stem for path in (tmp_path / "prefix").iterdir()}
+    files = list((tmp_path / "prefix").iterdir())
+    assert sum(path.stat().st_size for path in files) == cache._disk.used_bytes <= 9_500  # heads and paddings too
+    names = {path.stem for path in files}
     assert len(names) == 2 * 3 + 0  # a state bears the name of its last pages
 
 

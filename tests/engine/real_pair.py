@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from engine_fakes import Wire, tokens_of
+from integrity import at_rest
 from msgspec.structs import replace
 
 from tided.control.lockstep import Solo
@@ -14,7 +15,7 @@ from tided.engine.core import FollowerEngine
 from tided.engine.leader import LeaderEngine
 from tided.engine.offline import first_pairs, settings_of
 from tided.engine.scheduler import Scheduler
-from tided.engine.types import Finished, Tokens
+from tided.engine.types import Failed, Finished, Tokens
 from tided.models.parallel import Alone
 from tided.settings import Cache, Engine, Experts, Parallel
 
@@ -59,11 +60,11 @@ class ThreadGroup:
         return torch.cat(self._gather(part), dim=-1)
 
 
-class Served:
-    """What an engine said to the requests it was given."""
+class Living:
+    """An engine that is turned by hand, with all it said; the other ranks are threads, which follow."""
 
     def __init__(
-        self, model: OpenedModel, requests, pilot=None, prepare=lambda served: None, cache_dir: Path | None = None
+        self, model: OpenedModel, pilot=None, prepare=lambda served: None, cache_dir: Path | None = None
     ) -> None:
         """`prepare` is called when everything is built and nothing runs."""
         self.events, self.faults, self.pilot = [], [], pilot
@@ -78,9 +79,9 @@ class Served:
         ]
         self.link = Wire() if ranks > 1 else Solo()
         self.barrier = barrier
-        others = [FollowerEngine(rank.executor, self.link, self._fault) for rank in self.ranks[1:]]
-        threads = [threading.Thread(target=engine.run, daemon=True) for engine in others]
-        for thread in threads:
+        self.others = [FollowerEngine(rank.executor, self.link, self._fault) for rank in self.ranks[1:]]
+        self._threads = [threading.Thread(target=engine.run, daemon=True) for engine in self.others]
+        for thread in self._threads:
             thread.start()
         drafted = self.ranks[0].model
         scheduler = Scheduler(
@@ -90,12 +91,6 @@ class Served:
             self.ranks[0].executor, scheduler, self.link, self.events.extend, self.faults.append, pilot
         )
         prepare(self)
-        for request in requests:
-            self.engine.submit(request)
-        self._serve()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
 
     def _fault(self, error) -> None:
         """What the heartbeats do: one rank's end is the other's."""
@@ -103,16 +98,68 @@ class Served:
         self.tokens_at_fault = sum(len(event.token_ids) for event in self.events if isinstance(event, Tokens))
         self.barrier.abort()
 
-    def _serve(self) -> None:
+    def submit(self, *requests) -> None:
+        for request in requests:
+            self.engine.submit(request)
         self.engine.take_in()
-        deadline_s = time.monotonic() + 120
-        while (self.engine.turn() or self.engine._reading) and time.monotonic() < deadline_s:
-            pass
+
+    def cancel(self, request_id: str) -> None:
+        self.engine.cancel(request_id)
+        self.engine.take_in()
+        self.engine._emit()
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.engine.turn()
+
+    def rest(self, timeout_s: float = 120) -> None:
+        """Until nothing is to be done, nothing is being read, and the other ranks are as far."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.engine.turn() or self.engine._reading or any(o.seq < self.engine.seq for o in self.others):
+            assert time.monotonic() < deadline_s, "the engine does not come to rest"
+            assert not self.faults, self.faults
+
+    def check(self, tampered: bool = False) -> None:
+        """At rest: every rank's books agree, and all that requests had is given back."""
+        for rank in self.ranks:
+            assert rank.executor.caching.background.flush(60)
+            at_rest(rank, tampered)
+        self.engine.scheduler.check()
+
+    def end(self, request_id: str) -> Finished | Failed | None:
+        ends = [e for e in self.events if isinstance(e, Finished | Failed) and e.request_id == request_id]
+        assert len(ends) <= 1
+        return ends[0] if ends else None
+
+    def close(self) -> None:
+        """Ends the engine in order."""
         self.engine.close("done")
         self.engine.run()
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive()
 
     def tokens(self, request_id: str) -> list[int]:
         return tokens_of(self.events, request_id)
 
     def stats(self, request_id: str) -> dict:
         return next(e.stats for e in self.events if isinstance(e, Finished) and e.request_id == request_id)
+
+
+class Served(Living):
+    """What an engine said to the requests it was given."""
+
+    def __init__(
+        self, model: OpenedModel, requests, pilot=None, prepare=lambda served: None, cache_dir: Path | None = None
+    ) -> None:
+        super().__init__(model, pilot, prepare, cache_dir)
+        for request in requests:
+            self.engine.submit(request)
+        self._serve()
+        self.close()
+
+    def _serve(self) -> None:
+        self.engine.take_in()
+        deadline_s = time.monotonic() + 120
+        while (self.engine.turn() or self.engine._reading) and time.monotonic() < deadline_s:
+            pass

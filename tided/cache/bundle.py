@@ -72,6 +72,11 @@ def encode(key: str, tokens: int, needs: list[str], parts: Parts) -> list[memory
     return [memoryview(begin), *pieces]
 
 
+def file_bytes(file: list[memoryview]) -> int:
+    """Bytes of a file that `encode` made."""
+    return sum(map(len, file))
+
+
 def decode(data: bytearray, key: str) -> tuple[Head, dict[str, Tensor]]:
     """The tensors share the memory of `data`. Raises Damaged."""
     head, size = read_head(data, key)

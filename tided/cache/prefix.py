@@ -159,38 +159,48 @@ class PrefixCache:
     # Writing, on the writer's thread
 
     def _write(self, key: str, tokens: int, needs: tuple[str, ...], fresh: dict[str, Parts], state: Parts) -> None:
-        """Pages first, the state last. Pages that were on disk when the snapshot was taken and went since: a miss."""
-        size = bundle.nbytes(state)
+        """Pages first, the state last. Pages that were on disk when the snapshot was taken and went since: a miss. What
+        counts is files, with their heads."""
+        own = bundle.encode(key, tokens, list(needs), state)
+        pages = {need: bundle.encode(need, tokens, [], parts) for need, parts in fresh.items()}
         with self._lock:
-            sizes = self._disk.page_bytes | {need: bundle.nbytes(parts) for need, parts in fresh.items()}
+            sizes = self._disk.page_bytes | {need: bundle.file_bytes(file) for need, file in pages.items()}
             if any(need not in sizes for need in needs):
                 return
-            gone = self._disk.add(key, Entry(needs, size), sizes)
+            gone = self._disk.add(key, Entry(needs, bundle.file_bytes(own)), sizes)
             self._forget(gone or Gone())
             missing = [need for need in needs if need not in self._pages_written]
         self._unlink(gone or Gone())
         if gone is None:
             return
         try:
-            if free_bytes(self._path(key, STATE).parent) < size + sum(sizes[need] for need in missing):
+            if free_bytes(self._path(key, STATE).parent) < bundle.file_bytes(own) + sum(
+                sizes[need] for need in missing
+            ):
                 raise OSError("the disk is almost full")
-            if not set(missing) <= set(fresh):
+            if not set(missing) <= set(pages):
                 raise OSError("its first chunks are gone")
             for need in missing:
-                bundle.write(self._path(need, PAGES), bundle.encode(need, tokens, [], fresh[need]))
-                with self._lock:
-                    self._pages_written.add(need)
-            bundle.write(self._path(key, STATE), bundle.encode(key, tokens, list(needs), state))
+                self._put(need, PAGES, pages[need])
+            self._put(key, STATE, own)
         except OSError as error:
             log.warning("prompt cache: a snapshot of %d tokens is not written: %s", tokens, error)
             with self._lock:
                 gone = self._disk.remove(key)
                 self._forget(gone)
             self._unlink(gone)
-            return
+
+    def _put(self, key: str, kind: str, file: list[memoryview]) -> None:
+        """Raises OSError. A file that lost its place in the book while it was written (a reader found pages damaged
+        that its snapshot shares) does not stay."""
+        bundle.write(self._path(key, kind), file)
         with self._lock:
-            if key in self._disk.entries:
-                self._written.add(key)
+            counts = key in (self._disk.entries if kind == STATE else self._disk.page_bytes)
+            if counts:
+                (self._written if kind == STATE else self._pages_written).add(key)
+        if not counts:
+            self._path(key, kind).unlink(missing_ok=True)
+            raise OSError("pages that it shares were lost meanwhile")
 
     def _forget(self, gone: Gone) -> None:
         self._written -= set(gone.entries)

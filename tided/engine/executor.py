@@ -114,6 +114,7 @@ class Executor:
         self.model.check([lane.state for lane in self.lanes.values() if not lane.parked])
         self.caching.check([index for index, lane in self.lanes.items() if lane.parked])
         self.residents.check_integrity()
+        self.tap.check(self.lanes)
         if self.urgent is not None:
             self.urgent.check()
 

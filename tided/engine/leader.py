@@ -221,6 +221,7 @@ class LeaderEngine(Engine):
         if self.executor.caching.kept:
             raise PairError(f"{self.executor.caching.kept} snapshots are kept for nobody")
         self.executor.check()
+        self.scheduler.check()
         self.ledger.idle()
         return self._next_step()
 

@@ -9,12 +9,13 @@
 No step waits for a read. State alone decides: no clock, no tensor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tided.control.messages import Recall, Recalled, Restore
 from tided.engine.types import Request
+from tided.errors import PairError
 
 
 class Candidate(NamedTuple):
@@ -97,6 +98,11 @@ class Recalls:
         """Snapshots that were found count no more (the routable set changed, and they serve under theirs alone)."""
         for name in list(self._requests):
             self._drop(name)
+
+    def check(self, waiting: Collection[str], parked: Collection[int]) -> None:
+        """Raises PairError when something is remembered for who does not wait for it any more."""
+        if not (self._requests.keys() <= set(waiting) and self._lanes.keys() <= set(parked)):
+            raise PairError("a context is read back for a request that does not wait for it")
 
     def take(self) -> tuple[list[Recall], list[int]]:
         """What the next step begins and forgets."""

@@ -18,7 +18,7 @@ from tided.engine.depth import Depths, Row
 from tided.engine.fairness import Pace, whose_turn
 from tided.engine.recall import Recalls
 from tided.engine.types import Request
-from tided.errors import QueueFullError
+from tided.errors import PairError, QueueFullError
 
 UNCHANGED = Change()
 MOST_SNAPSHOTS = 32  # of one prompt, about: each holds windows of its own beside the pages that all share
@@ -291,6 +291,16 @@ class Scheduler:
 
     def _answers_first(self, newcomer: Running) -> bool:
         return self._prefilled_last or not self.pace.may_prefill(newcomer.next_tokens(self.limits.chunk_tokens))
+
+    def check(self) -> None:
+        """Raises PairError unless every lane is free or somebody's, once, the pool holds all claims, and what is read
+        back is for somebody who waits."""
+        if sorted([*self._free, *self.running]) != list(range(self.limits.lanes)):
+            raise PairError(f"lanes {sorted(self._free)} are free beside {sorted(self.running)}: one is lost, or twice")
+        pages = sum(running.pages for running in self.active)
+        if pages > self.limits.pool_pages:
+            raise PairError(f"{pages} pages are promised of a pool of {self.limits.pool_pages}")
+        self.recalls.check({request.request_id for request in self.waiting}, {lane.lane for lane in self.parked})
 
     def took(self, work: Prefill | Decode | None, seconds: float) -> None:
         """The step that was decided last took so long."""

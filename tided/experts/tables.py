@@ -2,11 +2,13 @@
 captured graphs hold their addresses (contract C2)."""
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tided.errors import PairError
 
 
 class RoutingTables:
@@ -182,6 +184,14 @@ class DemandTap:
         """What `take` would give now, and nothing starts again. Views: they change with the next step."""
         self.add_up()
         return self._counts[lane], self._mass[lane], self._totals[lane]
+
+    def check(self, open_lanes: Collection[int]) -> None:
+        """Raises PairError unless the lanes that nobody has count nothing."""
+        self.add_up()
+        free = [lane for lane in range(self._counts.shape[0]) if lane not in open_lanes]
+        counted = [self._counts[free], self._mass[free], self._totals[free], self.uses[:, free]]
+        if any(bool(part.any()) for part in counted):
+            raise PairError("demand is counted for a lane that no request has")
 
     def forget(self, lane: int) -> None:
         """The lane is free: the next request begins with nothing."""
