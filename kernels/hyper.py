@@ -41,8 +41,16 @@ def mix(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: in
     width = streams.shape[1]
     gates = _gates(streams.flatten(1), fn, scale, base, width, eps)
     comb = gates[:, 2 * width :].reshape(-1, width, width)
-    doubly = torch.from_numpy(sinkhorn(comb.cpu().numpy(), iterations, eps)).to(comb.device)
+    if comb.is_cuda:
+        return Mix(gates[:, :width], gates[:, width : 2 * width], _sinkhorn_tensor(comb, iterations, eps))
+    doubly = torch.from_numpy(sinkhorn(comb.numpy(), iterations, eps))
     return Mix(gates[:, :width], gates[:, width : 2 * width], doubly)
+
+
+def _sinkhorn_tensor(x: Tensor, iterations: int, eps: float) -> Tensor:
+    for axis in (-2, *(-1, -2) * (iterations - 1)):
+        x = x / (x.sum(axis, keepdim=True) + eps)
+    return x
 
 
 def _gates(flat: Tensor, fn: Tensor, scale: Tensor, base: Tensor, width: int, eps: float) -> Tensor:

@@ -25,8 +25,8 @@ def by_row(operation: Callable[..., Tensor], *rows: Tensor) -> Tensor:
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] fp32 times weight [N, K] fp32 -> [T, N] fp32, row by row up to ROWS rows."""
-    count = x.shape[0]
+    """x [T, K] fp32 times weight [N, K], fp32 or what fp32 holds -> [T, N] fp32, row by row up to ROWS rows."""
+    count, weight = x.shape[0], weight.to(x.dtype)
     if count == 1:
         return torch.mv(weight, x[0]).unsqueeze(0)
     if count <= ROWS:

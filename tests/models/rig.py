@@ -40,28 +40,36 @@ def cut_record(checkpoint: Checkpoint, names: tuple[str, ...], record: ExpertRec
     return slot
 
 
-def full_bank(checkpoint: Checkpoint, ranks: int = 1, rank: int = 0, lanes: int = 32) -> ExpertBank:
+def full_bank(
+    checkpoint: Checkpoint, ranks: int = 1, rank: int = 0, lanes: int = 32, device: torch.device = CPU
+) -> ExpertBank:
     """Every expert resident, in slots of no particular order."""
     family = family_of(checkpoint.config)
     shape, record = family.shape(checkpoint.config), family.expert_record(checkpoint.config, ranks)
     names = family.expert_names(checkpoint.config)
     layers, experts = shape.moe_layers, shape.experts_per_layer
-    tables, tap = RoutingTables(layers, experts, CPU), DemandTap(lanes, layers, experts, CPU)
+    tables, tap = RoutingTables(layers, experts, device), DemandTap(lanes, layers, experts, device)
     slots = torch.zeros(layers * experts, record.slot_bytes, dtype=torch.uint8)
     for layer in range(layers):
         for expert in range(experts):
             slot = expert * layers + layer
             slots[slot] = cut_record(checkpoint, names(layer, expert), record, rank)
             tables.publish(layer, expert, slot)
-    return ExpertBank(record, slots, tables, tap)
+    return ExpertBank(record, slots.to(device), tables, tap)
 
 
-def load_model(path: Path = GOLDEN, group: Group | None = None, config: Settings | None = None, **model: Any) -> Any:
+def load_model(
+    path: Path = GOLDEN,
+    group: Group | None = None,
+    config: Settings | None = None,
+    device: torch.device = CPU,
+    **model: Any,
+) -> Any:
     """`model`: fields of [model], such as numerics."""
     group = group or Alone()
     checkpoint = Checkpoint.open(path)
-    bank = full_bank(checkpoint, group.ranks, group.rank)
-    return family_of(checkpoint.config).load(checkpoint, config or settings(path, **model), group, bank, CPU)
+    bank = full_bank(checkpoint, group.ranks, group.rank, device=device)
+    return family_of(checkpoint.config).load(checkpoint, config or settings(path, **model), group, bank, device)
 
 
 class Threads:

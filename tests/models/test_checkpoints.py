@@ -55,7 +55,7 @@ def test_a_loaded_model_holds_no_file_in_memory(altered):
 def test_a_share_of_an_fp8_tensor_is_cut_before_it_is_computed(monkeypatch):
     seen = []
     monkeypatch.setattr(weights, "fp8_blocks", lambda w, s: seen.append((w.shape, s.shape)) or fp8_blocks(w, s))
-    reader = Weights(Checkpoint.open(GOLDEN), Alone(), CPU, "layers.0.attn.")
+    reader = Weights(Checkpoint.open(GOLDEN), Alone(), CPU, prefix="layers.0.attn.")
     whole = reader.fp8("wq_b")
     assert torch.equal(reader.fp8("wq_b", rows=slice(64, 128)), whole[64:128])
     assert torch.equal(reader.fp8("wq_b", columns=slice(32, 64)), whole[:, 32:64])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import latent_attention
-from kernels.linear import fp8_linear, grouped_linear
+from kernels.linear import Matrix, fp8_linear, grouped_linear
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
 from kernels.rope import rotate_
@@ -30,13 +30,13 @@ class Attention:
     window: int
     head_dim: int
     eps: float
-    wq_a: Tensor
+    wq_a: Matrix
     q_norm: Tensor
-    wq_b: Tensor  # this rank's heads
-    wkv: Tensor
+    wq_b: Matrix  # this rank's heads
+    wkv: Matrix
     kv_norm: Tensor
-    wo_a: Tensor  # [groups, o rank, heads of a group * head_dim], this rank's groups
-    wo_b: Tensor  # [D, this rank's groups * o rank]
+    wo_a: Matrix  # [groups * o rank, heads of a group * head_dim], this rank's groups
+    wo_b: Matrix  # [D, this rank's groups * o rank]
     sink: Tensor
     compressor: Compressor | None
     indexer: Indexer | None
@@ -55,7 +55,7 @@ class Attention:
             self.indexer.select(step, x, q_latent)
         heads = [self._attend(span, query[span.rows], row[span.rows]) for span in step.spans]
         output = n.store(rotate_(n.store(torch.cat(heads)), turn.conj()))
-        grouped = output.view(len(x), len(self.wo_a), -1)
+        grouped = output.view(len(x), -1, self.wo_a.shape[-1])
         latent = n.store(by_row(lambda o: grouped_linear(o, self.wo_a), grouped))
         return fp8_linear(latent, self.wo_b, n.activation)
 
@@ -144,7 +144,7 @@ def load_attention(
         wq_b=weights.fp8("wq_b", rows=head_rows),
         wkv=weights.fp8("wkv"),
         kv_norm=weights.plain("kv_norm.weight"),
-        wo_a=weights.fp8("wo_a", rows=group_rows).view(groups.stop - groups.start, t.o_lora_rank, -1),
+        wo_a=weights.fp8("wo_a", rows=group_rows),
         wo_b=weights.fp8("wo_b", columns=group_rows),
         sink=weights.plain("attn_sink", rows=heads),
         compressor=load_compressor(weights, t, layer, pool, rotations, numerics) if compresses else None,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import head, hyper
-from kernels.linear import fp8_linear
+from kernels.linear import Matrix, fp8_linear
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
 from kernels.record import ExpertRecord
@@ -55,7 +55,7 @@ class Drafter:
 
     size: int  # K, tokens of a block
     noise_id: int  # stands for what a place behind the anchor knows of itself
-    main_proj: Tensor  # [D, taps * D]
+    main_proj: Matrix  # [D, taps * D]
     main_norm: Tensor
     blocks: tuple[Block, ...]
     norm: Tensor
@@ -134,7 +134,7 @@ def load_drafter(
         norm=last.plain("norm.weight"),
         eps=t.rms_norm_eps,
         markov_embed=last.plain("markov_head.embed.weight"),
-        markov_head=last.plain("markov_head.head.weight"),
+        markov_head=last.matrix("markov_head.head.weight"),
         confidence=last.plain("confidence_head.proj.weight"),
         embed=embed,
         head=output_head,

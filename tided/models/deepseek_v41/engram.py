@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import engram
-from kernels.linear import fp8_linear
+from kernels.linear import Matrix, fp8_linear
 from kernels.numerics import Numerics
 from packers.shards import Checkpoint
 from tided.cache.context import After, Context
@@ -30,7 +30,7 @@ class Engram:
     layer: int
     hashing: Hashing
     table: Table
-    wkv: Tensor  # [(streams + 1) * D, columns * dim]
+    wkv: Matrix  # [(streams + 1) * D, columns * dim]
     weight: Tensor  # [streams, D], query weight times key weight
     numerics: Numerics
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.indexer import best, candidate_blocks, index_scores, limit_to_blocks_
-from kernels.linear import fp8_linear
+from kernels.linear import Matrix, fp8_linear
 from kernels.numerics import Numerics
 from kernels.rope import rotate_
 from kernels.rows import matmul
@@ -28,7 +28,7 @@ class Indexer:
     top_k: int
     heads: int
     head_dim: int
-    wq_b: Tensor  # [heads * head_dim, q rank]
+    wq_b: Matrix  # [heads * head_dim, q rank]
     weights_proj: Tensor  # [heads, D]
     publishes: bool  # this layer decides the candidate pool of the layers behind
     blocks: int
@@ -117,7 +117,7 @@ def load_indexer(weights: Weights, t: TextConfig, layer: int, pool: Pool, numeri
         t.index_n_heads,
         t.index_head_dim,
         wq_b=weights.fp8("indexer.wq_b"),
-        weights_proj=weights.plain("indexer.weights_proj.weight"),
+        weights_proj=weights.matrix("indexer.weights_proj.weight"),
         publishes=layer == t.candidate_source_layer_id,
         blocks=t.candidate_topk_blocks,
         block_size=t.candidate_block_size,

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from kernels.numerics import Numerics, numerics_of
+from kernels.device import has_kernels
+from kernels.numerics import NATIVE, Numerics, numerics_of
 from packers.shards import Checkpoint
 from tided.cache.context import ContextShape
 from tided.cache.pool import PAGE_TOKENS, Layout, Pool, Source
@@ -59,7 +60,8 @@ def load(
     t = config.text_config
     _check(t, settings, group)
     checkpoint.require(expected_tensors(config))
-    numerics, weights = numerics_of(settings.model.numerics), Weights(checkpoint, group, device)
+    numerics = numerics_of(settings.model.numerics)
+    weights = Weights(checkpoint, group, device, packed=numerics is NATIVE and has_kernels(device))
     rotations = Rotations(t, device)
     pool = Pool(_layout(t, numerics), settings.cache.pool_tokens, device)
     vocabulary = compressed_vocabulary(checkpoint.path / "tokenizer.json", t.vocab_size, t.engram_compressed_vocab_size)
@@ -74,7 +76,7 @@ def load(
         ),
         norm=weights.plain("norm.weight"),
         eps=t.rms_norm_eps,
-        head=weights.plain("head.weight", rows=rows),
+        head=weights.matrix("head.weight", rows=rows),
         engrams=load_engrams(checkpoint, weights, t, vocabulary, cache_bytes, numerics),
         rotations=rotations,
         pool=pool,
@@ -94,7 +96,8 @@ def with_drafter(model: DeepseekV41, checkpoint: Checkpoint, device: torch.devic
     t = read_config(checkpoint.config).text_config
     if not t.num_nextn_predict_layers:
         raise ConfigError("this checkpoint has no drafter", hint='set draft = "off" in [engine]')
-    weights, shape = Weights(checkpoint, model.group, device), model.context_shape
+    packed, shape = model.numerics is NATIVE and has_kernels(device), model.context_shape
+    weights = Weights(checkpoint, model.group, device, packed)
     drafter = load_drafter(
         checkpoint, weights, t, model.pool, model.rotations, model.numerics, model.embedded, model.head
     )

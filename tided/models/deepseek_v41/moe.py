@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from kernels.experts import grouped_experts, pick_outputs, sum_of_picks
+from kernels.linear import Matrix, rounded_product, stacked
 from kernels.numerics import Numerics
 from kernels.router import Routing, reroute, route, scores
-from kernels.rows import by_row, matmul
+from kernels.rows import by_row
 from kernels.swiglu import clamped_swiglu
 from tided.experts.bank import ExpertBank
 from tided.experts.fetch import UrgentReads
@@ -26,8 +27,8 @@ class Moe:
     gate: Tensor  # [E, D]
     bias: Tensor  # [E], of text
     bias_vl: Tensor  # [E], of images
-    shared_w13: Tensor  # [2n, D], this rank's part: w1 over w3
-    shared_w2: Tensor  # [D, n]
+    shared_w13: Matrix  # [2n, D], this rank's part: w1 over w3
+    shared_w2: Matrix  # [D, n]
     bank: ExpertBank
     numerics: Numerics
 
@@ -78,9 +79,9 @@ class Moe:
 
     def _shared(self, rounded: Tensor) -> Tensor:
         n = self.numerics
-        gate_up = n.store(matmul(rounded, self.shared_w13))
+        gate_up = n.store(rounded_product(rounded, self.shared_w13))
         hidden = by_row(lambda rows: clamped_swiglu(rows, self.limit), gate_up)
-        return matmul(n.activation(n.store(hidden)), self.shared_w2)
+        return rounded_product(n.activation(n.store(hidden)), self.shared_w2)
 
 
 def load_moe(weights: Weights, t: TextConfig, layer: int, top_k: int, bank: ExpertBank, numerics: Numerics) -> Moe:
@@ -93,10 +94,10 @@ def load_moe(weights: Weights, t: TextConfig, layer: int, top_k: int, bank: Expe
         top_k,
         t.routed_scaling_factor,
         t.swiglu_limit,
-        gate=weights.plain("gate.weight"),
+        gate=weights.matrix("gate.weight"),
         bias=weights.plain("gate.bias"),
         bias_vl=weights.plain("gate.bias_vl"),
-        shared_w13=torch.cat([shared.fp8("w1", rows=inner), shared.fp8("w3", rows=inner)]),
+        shared_w13=stacked(shared.fp8("w1", rows=inner), shared.fp8("w3", rows=inner)),
         shared_w2=shared.fp8("w2", columns=inner),
         bank=bank,
         numerics=numerics,

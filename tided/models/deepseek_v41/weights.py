@@ -1,11 +1,13 @@
-"""Reads one rank's share of the dense weights, as the fp32 tensors that the CPU kernels multiply with."""
+"""Reads one rank's share of the dense weights: as the fp32 tensors that the CPU kernels multiply with, or `packed`, as
+they are stored, for devices whose kernels read them so."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kernels.formats import GROUP, fp8_blocks
+from kernels.linear import Fp8Matrix, Matrix
 from packers.shards import Checkpoint
 from tided.models.parallel import Group, share
 
@@ -19,10 +21,11 @@ class Weights:
     checkpoint: Checkpoint
     group: Group
     device: torch.device
+    packed: bool = False
     prefix: str = ""
 
     def under(self, prefix: str) -> "Weights":
-        return Weights(self.checkpoint, self.group, self.device, f"{self.prefix}{prefix}.")
+        return replace(self, prefix=f"{self.prefix}{prefix}.")
 
     def cut(self, length: int) -> slice:
         return share(length, self.group)
@@ -35,12 +38,23 @@ class Weights:
         """A tensor in the type of the file; a copy."""
         return self.checkpoint.read(self.prefix + name).clone().to(self.device)
 
-    def fp8(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """`name`.weight times its block scales, exactly, as fp32. Cut first: only the rank's share is computed, and
-        only its pages are read. Raises ValueError for a cut through a block."""
+    def matrix(self, name: str, rows: slice = ALL) -> Tensor:
+        """A BF16 matrix: bf16 where `packed`, else as `plain`."""
+        if not self.packed:
+            return self.plain(name, rows)
+        return self.checkpoint.read(self.prefix + name)[rows].to(self.device, torch.bfloat16, copy=True)
+
+    def fp8(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Matrix:
+        """`name`.weight with its block scales; times them, exactly, as fp32 unless `packed`. Cut first: only the rank's
+        share is computed, and only its pages are read. Raises ValueError for a cut through a block."""
         weight = self.checkpoint.read(f"{self.prefix}{name}.weight")[rows, columns]
         scale = self.checkpoint.read(f"{self.prefix}{name}.scale")[_blocks(rows), _blocks(columns)]
+        if self.packed:
+            return Fp8Matrix(self._bytes(weight), self._bytes(scale))
         return fp8_blocks(weight, scale).to(self.device)
+
+    def _bytes(self, part: Tensor) -> Tensor:
+        return part.contiguous().view(torch.uint8).to(self.device, copy=True)
 
 
 def _blocks(part: slice) -> slice:

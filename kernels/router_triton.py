@@ -1,0 +1,95 @@
+"""The router of a decode step on CUDA, one launch behind the product with the gate (see `kernels.router`): scores, the
+experts a token wants, those it gets from the routable ones, their weights and slots, and which wishes were missed.
+
+Of equal scores the lower expert is picked first. All of a row's wish goes to places of its own, so what is recorded as
+demand later never depends on another row."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.rounding_triton import split_sum
+
+
+@dataclass(frozen=True)
+class Routed:
+    """As `router.Routing`, [R, k] each; slots int32, -1 for an expert that has none."""
+
+    weights: Tensor
+    slots: Tensor
+    wanted: Tensor
+    wanted_scores: Tensor
+    wanted_weights: Tensor
+    missed: Tensor
+
+
+@triton.jit
+def _log1p(y):
+    """log(1 + y) for y > 0, also where 1 + y keeps few bits of y (Kahan)."""
+    u = 1.0 + y
+    return tl.where(u == 1.0, y, tl.log(u) * y / tl.where(u == 1.0, 1.0, u - 1.0))
+
+
+@triton.jit
+def _best(biased, score, expert, EP: tl.constexpr):
+    """The likeliest, the lowest of equals: its number and its score; and what is left."""
+    best = tl.min(tl.where(biased == tl.max(biased, 0), expert, EP), 0)
+    return best, tl.sum(tl.where(expert == best, score, 0.0), 0), tl.where(expert == best, float("-inf"), biased)
+
+
+@triton.jit
+def _route(
+    parts, bias, routable, slot_of, weights, slots, wanted, wanted_scores, wanted_weights, missed,
+    rows, experts, route_scale, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    expert, k = tl.arange(0, EP), tl.arange(0, KP)
+    there = expert < experts
+    z = split_sum(parts, row, expert, there, rows, experts, SPLIT, EP)
+    score = tl.sqrt_rn(tl.where(z > 20.0, z, _log1p(tl.exp(tl.minimum(z, 20.0)))))
+    biased = tl.where(there, score + tl.load(bias + expert, mask=there, other=0.0), float("-inf"))
+    here = tl.load(routable + expert, mask=there, other=0) != 0
+    left, left_here = biased, tl.where(here, biased, float("-inf"))
+    wish, wish_score, id_, id_score = (
+        tl.zeros([KP], tl.int32),
+        tl.zeros([KP], tl.float32),
+        tl.zeros([KP], tl.int32),
+        tl.zeros([KP], tl.float32),
+    )
+    for i in tl.static_range(K):
+        best, value, left = _best(left, score, expert, EP)
+        wish, wish_score = tl.where(k == i, best, wish), tl.where(k == i, value, wish_score)
+        best, value, left_here = _best(left_here, score, expert, EP)
+        id_, id_score = tl.where(k == i, best, id_), tl.where(k == i, value, id_score)
+    at, known = row * K + k, k < K
+    tl.store(wanted + at, wish.to(tl.int64), mask=known)
+    tl.store(wanted_scores + at, wish_score, mask=known)
+    tl.store(wanted_weights + at, wish_score / (tl.sum(wish_score, 0) + 1e-20), mask=known)
+    tl.store(missed + at, tl.load(routable + wish, mask=known, other=1) == 0, mask=known)
+    tl.store(weights + at, id_score / (tl.sum(id_score, 0) + 1e-20) * route_scale, mask=known)
+    tl.store(slots + at, tl.load(slot_of + id_, mask=known, other=-1), mask=known)
+
+
+def route(
+    parts: Tensor, bias: Tensor, routable: Tensor, slot_of: Tensor, top_k: int, scale: float, out: Routed
+) -> None:
+    """parts [splits, R, E] fp32 of the gate's product; bias [E]; routable [E] bool; slot_of [E] int32 -> `out`. At
+    least top_k experts must be routable: a resident set keeps that floor."""
+    splits, rows, experts = parts.shape
+    _route[(rows,)](
+        parts, bias, routable, slot_of, out.weights, out.slots, out.wanted, out.wanted_scores, out.wanted_weights,
+        out.missed, rows, experts, scale, K=top_k, KP=triton.next_power_of_2(top_k), EP=triton.next_power_of_2(experts),
+        SPLIT=splits, num_warps=4,
+    )  # fmt: skip
+
+
+def room(rows: int, top_k: int, device: torch.device) -> Routed:
+    def of(dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, top_k, dtype=dtype, device=device)
+
+    return Routed(
+        of(torch.float32), of(torch.int32), of(torch.int64), of(torch.float32), of(torch.float32), of(torch.bool)
+    )

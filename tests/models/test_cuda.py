@@ -1,0 +1,96 @@
+"""The model on a CUDA device against the goldens and against itself on a CPU: a prompt in chunks, then decode steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from packers.shards import Checkpoint
+from tests.models.rig import CPU, GOLDEN, load_model, settings
+from tided.models.deepseek_v41.load import with_drafter
+
+pytestmark = pytest.mark.gpu
+
+MINI = Path(__file__).parents[2] / "minis" / "deepseek"
+CUDA = torch.device("cuda")
+
+
+def both(path: Path, **model: Any) -> list[Any]:
+    config = settings(path, pool_tokens=4096, context_tokens=2048, **model)
+    loaded = [load_model(path, config=config, device=device) for device in (CPU, CUDA)]
+    return [with_drafter(one, Checkpoint.open(path), one.norm.device) for one in loaded]
+
+
+def teacher_forced(model: Any, ids: Tensor, decoded: int, chunk: int) -> Tensor:
+    """ids [T] -> logits [T, V] on the CPU: a prompt in chunks, the last `decoded` tokens one at a time."""
+    lane, device = model.open_lane(0), model.norm.device
+    rows = [model.prefill(lane, part.to(device), "all") for part in ids[:-decoded].split(chunk)]
+    rows += [model.decode([lane], token.view(1).to(device)) for token in ids[-decoded:]]
+    model.close_lane(lane)
+    return torch.cat([row.cpu() for row in rows])
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.fixture(scope="module")
+def exact_pair() -> list[Any]:
+    return both(GOLDEN, numerics="fp32")
+
+
+@pytest.fixture(scope="module")
+def native_pair() -> list[Any]:
+    return both(GOLDEN, numerics="native")
+
+
+@pytest.fixture(scope="module")
+def mini_pair() -> list[Any]:
+    return both(MINI, numerics="native")
+
+
+def test_goldens_without_rounding(exact_pair, prompt, inputs, exact, forced_tie):
+    model = exact_pair[1]
+    lane = model.open_lane(0)
+    logits = model.prefill(lane, prompt.to(CUDA), "all").cpu()
+    torch.testing.assert_close(logits, exact["prefill.logits"], rtol=1e-3, atol=1e-3)
+    for step, token in enumerate(inputs["decode_input_ids"]):
+        row = model.decode([lane], torch.tensor([token], device=CUDA)).cpu()
+        torch.testing.assert_close(row, exact[f"decode.{step}.logits"], rtol=1e-3, atol=1e-3)
+    model.close_lane(lane)
+
+
+def test_goldens_with_native_rounding(native_pair, prompt, rounded):
+    """A model this small is chaotic: `test_golden_native` holds the CPU to the same bounds."""
+    logits, expected = teacher_forced(native_pair[1], prompt, 20, 101), rounded["prefill.logits"]
+    assert (logits.argmax(1) == expected.argmax(1)).float().mean() > 0.7
+    assert error(logits, expected) < 0.25
+
+
+@pytest.mark.parametrize("chunk", [32, 256])
+def test_the_mini_model_is_that_of_a_cpu(mini_pair, chunk):
+    ids = torch.randint(3, 6000, (300,), generator=torch.Generator().manual_seed(1))
+    wanted, got = (teacher_forced(model, ids, 40, chunk) for model in mini_pair)
+    print(f"mini, chunk {chunk}: error {error(got, wanted):.4f}, decode {error(got[-40:], wanted[-40:]):.4f}")
+    assert error(got, wanted) < 0.05
+    assert (got.argmax(1) == wanted.argmax(1)).float().mean() > 0.97
+
+
+def likeliest(place: int, logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def test_drafts(exact_pair, prompt):
+    drafts = []
+    for model in exact_pair:
+        lane, device = model.open_lane(0), model.norm.device
+        model.prefill(lane, prompt.to(device), "none")
+        rows = model.decode([lane], torch.tensor([17, 300, 5, 5], device=device), [4])
+        model.keep(lane, 2)
+        draft = model.propose([lane], torch.tensor([9], device=device), likeliest)
+        drafts.append((rows.cpu(), draft.logits.cpu(), draft.ids.cpu()))
+        model.close_lane(lane)
+    for got, wanted in zip(drafts[1], drafts[0], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
