@@ -77,9 +77,16 @@ class Recalls:
     def _drop(self, name: str) -> None:
         state = self._requests.pop(name, None)
         if isinstance(state, _Asked):
-            self._forget.append(state.ticket)
+            self._give_up(state.ticket)
         elif state is not None and state.restore is not None:
-            self._forget.append(state.restore.ticket)
+            self._give_up(state.restore.ticket)
+
+    def _give_up(self, ticket: int) -> None:
+        """What no step has asked for yet is not asked for; a step would forget it before it is read."""
+        begun = len(self._begin)
+        self._begin = [recall for recall in self._begin if recall.ticket != ticket]
+        if len(self._begin) == begun:
+            self._forget.append(ticket)
 
     def is_back(self, lane: int) -> bool | None:
         """Whether every rank has read the parked lane, None while they do; the first question begins the reads."""
