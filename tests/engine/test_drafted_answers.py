@@ -136,6 +136,66 @@ def test_a_penalised_lane_is_not_drafted_and_its_neighbour_is():
     assert served.stats("a")["steps"] < ANSWER - 1
 
 
+class Watched(Prompter):
+    """Remembers, of everything that is proposed, the tokens that its answer had by then, and how many it may have."""
+
+    def __init__(self, *known) -> None:
+        super().__init__(*known)
+        self.asked: list[tuple[int, int]] = []
+
+    def propose(self, lanes, anchors, choose):
+        (request,) = self._requests
+        self.asked += [(lane.position - len(request.prompt_ids) + 1, request.max_tokens) for lane in lanes]
+        return super().propose(lanes, anchors, choose)
+
+
+class Planned(Depths):
+    """Remembers the depths."""
+
+    def plan(self, rows):
+        self.plans = [*getattr(self, "plans", []), super().plan(rows)]
+        return self.plans[-1]
+
+
+@pytest.mark.parametrize("mode", ["fixed", "acceptance", "confidence"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 12])
+def test_drafting_begins_with_the_prompt_and_ends_before_the_answer(mode, length):
+    """No proposal of which max_tokens could use nothing, and no step that verifies more than it could."""
+    answers, requests = plain("greedy", 80), [ask("a", answer=length)]
+    seen: list[tuple[Watched, Planned]] = []
+
+    def prepare(served: Served) -> None:
+        watched, planned = Watched(served.ranks[0].model, requests, answers), Planned(mode, 5, 5)
+        served.ranks[0].executor.model, served.engine.scheduler.depths = watched, planned
+        seen.append((watched, planned))
+
+    served = Served(opened(numerics="native", draft="5"), requests, prepare=prepare)
+    ((watched, planned),) = seen
+    assert served.faults == []
+    assert served.tokens("a") == answers["a"][:length]
+    assert [drawn for drawn, _ in watched.asked][:1] == ([1] if length > 2 else [])
+    assert all(most - drawn >= 2 for drawn, most in watched.asked)
+    had = 1
+    for (depth,), _ in getattr(planned, "plans", []):
+        assert depth <= length - had - 1
+        had += 1  # at least
+    if length > 2:
+        assert planned.plans[0][0][0] >= 1
+
+
+def test_behind_a_first_token_that_ends_the_answer_nothing_is_drafted():
+    answers = plain("greedy", 80)
+    requests = [structs.replace(GREEDY[0], stop_ids=(answers["a"][0],))]
+    seen: list[Watched] = []
+
+    def prepare(served: Served) -> None:
+        seen.append(Watched(served.ranks[0].model, requests, answers))
+        served.ranks[0].executor.model = seen[0]
+
+    served = Served(opened(numerics="native", draft="5"), requests, prepare=prepare)
+    assert (served.tokens("a"), served.faults, seen[0].asked) == ([], [], [])
+
+
 def test_an_answer_ends_inside_a_block():
     """At a stop id, and at its length, wherever in a block they fall."""
     answers = plain("greedy", 80)

@@ -63,11 +63,13 @@ class Recall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Prefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Compute prompt tokens [start, start + count) of a lane; the last chunk also samples the first token. `count` 0:
-    the whole prompt was restored, and the first token is drawn from the restored logits."""
+    the whole prompt was restored, and the first token is drawn from the restored logits. `propose`: draft what may come
+    behind that token."""
 
     lane: int
     start: int
     count: int
+    propose: bool = False
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -40,6 +40,14 @@ class Lane:
     sure: list[float] = field(default_factory=list)  # the drafter's confidence in each
 
 
+    @property
+    def draft_room(self) -> int:
+        """Tokens that may be drafted behind `token`: the step that verifies them brings one more."""
+        if not self.request.may_draft or self.token in self.request.stop_ids:
+            return 0
+        drawn = self.state.position - len(self.request.prompt_ids) + 1
+        return max(0, self.request.max_tokens - drawn - 1)
+
 @dataclass
 class Outcome:
     """What a step made: (lane, token) in row order, the log probabilities of lanes that asked, in the same order, the
@@ -69,7 +77,7 @@ class Executor:
         self.seq = 0
         self.plan_version = 0
         self.parts_ms: dict[str, float] = {}  # of the last step, for people
-        self.draft_s = 0.0  # of the last decode step's proposals
+        self.draft_s = 0.0  # of the last proposals; 0: nothing was to be proposed
         self._device = tap.counts.device
         self._masks: dict[int, bytes] = {}  # of the step in hand, by lane
         self._swaps_read: dict[int, bool] = {}  # reads under way: whether they are swaps
@@ -200,6 +208,7 @@ class Executor:
         if not strict or len(lane.masks) == 1:
             lane.keys = lane.keys or self.caching.chain(lane.request, min(lane.masks))
             self.caching.save(lane.state, lane.keys, lane.logits)
+            self._propose([lane], work.propose)
         lane.logits = None
 
     def _decode(self, work: Decode, outcome: Outcome) -> None:
@@ -236,12 +245,12 @@ class Executor:
         outcome.tokens += [(index, token) for token in tokens]
 
     def _propose(self, lanes: list[Lane], wanted: bool) -> None:
-        """Of the lanes whose draws may be foreseen."""
+        """Of the lanes whose draws may be foreseen, and no more than their answers may still have."""
         began_s = time.perf_counter()
         for lane in lanes:
             lane.drafts, lane.sure = [], []
-        open_ = [lane for lane in lanes if lane.request.may_draft]
-        if wanted and open_:
+        open_ = [lane for lane in lanes if lane.draft_room] if wanted else []
+        if open_:
             choose = drafting.chooser(
                 [lane.request.sampling for lane in open_], [lane.state.position + 1 for lane in open_]
             )
@@ -249,8 +258,8 @@ class Executor:
                 [lane.state for lane in open_], self._ids([lane.token for lane in open_]), choose
             )
             for lane, ids, sure in zip(open_, draft.ids.tolist(), draft.confidence.tolist(), strict=True):
-                lane.drafts, lane.sure = ids, sure
-        self.draft_s = time.perf_counter() - began_s
+                lane.drafts, lane.sure = ids[: lane.draft_room], sure[: lane.draft_room]
+        self.draft_s = time.perf_counter() - began_s if open_ else 0.0
 
     def _draw(self, indices: list[int], logits: Tensor, outcome: Outcome) -> None:
         """logits [R, vocab], a row for each lane of `indices`."""

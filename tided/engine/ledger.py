@@ -20,7 +20,7 @@ from tided.engine.ports import PairSwap, Pilot
 from tided.engine.scheduler import Running, Scheduler
 from tided.engine.stats import Picks, Reads, RequestStats, Residency, log_line
 from tided.engine.trace import Traces, Uses
-from tided.engine.types import Event, Failed, Finished, Guide, Request, Started, TokenLogprob, Tokens
+from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Started, TokenLogprob, Tokens
 from tided.errors import PairError, RequestError
 from tided.experts.fetch import Waits
 from tided.experts.io import Priority
@@ -105,6 +105,8 @@ class Ledger:
                 self._prompt_done(stats, step.work.lane, outcome.prompt_demand)
             elif self._pilot:
                 self._chunk_done(self._pilot, stats, step.work)
+            if step.work.propose:
+                self._scheduler.depths.begun(step.work.lane, self._executor.lanes[step.work.lane].sure)
         if isinstance(step.work, Decode):
             self._decoded(step.work, outcome, seconds)
         told = {lane: iter(logprobs) for lane, logprobs in outcome.logprobs.items()}
@@ -125,7 +127,7 @@ class Ledger:
             {lane: (depth, came[lane]) for lane, depth in depths.items()},
             {lane: lanes[lane].sure for lane in work.lanes},
             seconds - draft_s,
-            draft_s if work.propose else None,
+            draft_s or None,
         )
 
     def cancel(self, request_id: str) -> None:

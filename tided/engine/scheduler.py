@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from tided.control.messages import Admission, Change, Decode, Prefill, Restore, Step
 from tided.engine.depth import Depths, Row
 from tided.engine.fairness import Pace, whose_turn
@@ -282,12 +284,19 @@ class Scheduler:
             self.pace.alone()
         if newcomer and not (decoding and self._answers_first(newcomer)):
             self._prefilled_last, newcomer.turn = True, self.seq + 1
-            return newcomer.chunk(self.limits.chunk_tokens)
+            return self._chunk(newcomer)
         self._prefilled_last = False
         if not decoding:
             return None
         drafts, propose = self.depths.plan([Row(running.lane, running.room) for running in decoding])
         return Decode([running.lane for running in decoding], drafts if any(drafts) else [], propose)
+
+    def _chunk(self, newcomer: Running) -> Prefill:
+        """Behind the prompt's last chunk comes the first token: what follows it is drafted at once."""
+        work = newcomer.chunk(self.limits.chunk_tokens)
+        if newcomer.in_prefill:
+            return work
+        return structs.replace(work, propose=self.depths.begin(Row(newcomer.lane, newcomer.room - 1)))
 
     def _answers_first(self, newcomer: Running) -> bool:
         return self._prefilled_last or not self.pace.may_prefill(newcomer.next_tokens(self.limits.chunk_tokens))
