@@ -20,7 +20,7 @@ from tided.engine.ports import PairSwap, Pilot
 from tided.engine.scheduler import Running, Scheduler
 from tided.engine.stats import Picks, Reads, RequestStats, Residency, log_line
 from tided.engine.trace import Traces, Uses
-from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Started, TokenLogprob, Tokens
+from tided.engine.types import Event, Failed, Finished, Guide, Request, Started, TokenLogprob, Tokens
 from tided.errors import PairError, RequestError
 from tided.experts.fetch import Waits
 from tided.experts.io import Priority
