@@ -55,7 +55,7 @@ async def test_a_client_that_leaves_cancels_once(server, engine, when, stream, a
 
 async def test_many_clients_that_leave_leak_nothing(server, engine):
     before = len(asyncio.all_tasks())
-    for _ in range(100):
+    for _ in range(1000):
         _, writer = await connect(server, said("hi", stream=True))
         writer.transport.abort()
     for _ in range(20):

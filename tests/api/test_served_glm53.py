@@ -97,6 +97,16 @@ async def test_calls_of_a_chat_have_the_types_of_their_schema(server, engine, pi
     assert "<" not in streamed["reasoning_content"] + streamed["content"]
 
 
+@pytest.mark.parametrize("text", ["mcp__db-x__list-ports", "\nmcp__db-x__list-ports\n"])
+async def test_a_call_without_arguments_is_one_call(server, engine, text):
+    tools = [{"type": "function", "function": {"name": "mcp__db-x__list-ports", "parameters": {"type": "object"}}}]
+    engine.script("</think>", f"<tool_call>{text}</tool_call>")
+    streamed = gather(data(await server.stream(said("hi", tools=tools))))
+    [call] = streamed["tool_calls"]
+    assert (call["name"], json.loads(call["arguments"])) == ("mcp__db-x__list-ports", {})
+    assert streamed["finish_reason"] == "tool_calls"
+
+
 async def test_a_message_thinks_calls_and_reads_the_result(client, engine, glm):
     engine.script("plan", "</think>Look:", CALL)
     first = await client.messages.create(**message(tools=ITS_TOOLS))
