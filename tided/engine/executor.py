@@ -201,6 +201,7 @@ class Executor:
         if logits is not None:
             self._draw([work.lane], logits, outcome)
             outcome.prompt_demand = self.tap.take(work.lane)
+            self._propose([lane], work.propose)
 
     def _save(self, index: int) -> None:
         """The lane's context becomes a snapshot; a strict one, unless the routable set changed on the way."""
@@ -208,7 +209,6 @@ class Executor:
         if not strict or len(lane.masks) == 1:
             lane.keys = lane.keys or self.caching.chain(lane.request, min(lane.masks))
             self.caching.save(lane.state, lane.keys, lane.logits)
-            self._propose([lane], work.propose)
         lane.logits = None
 
     def _decode(self, work: Decode, outcome: Outcome) -> None:
