@@ -37,7 +37,7 @@ class Source:
         self.token, self.count = token, count
         self.born: list[list[float]] = []
 
-    async def submit(self, request: Request, guide: object = None) -> AsyncIterator[Event]:
+    async def submit(self, request: Request, guide: object = None, pixels: object = ()) -> AsyncIterator[Event]:
         born: list[float] = []
         self.born.append(born)
         yield Started(request.request_id)

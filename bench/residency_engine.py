@@ -23,7 +23,7 @@ from tided.engine.sampling import first_max
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Event, Failed, Fidelity, Finished, Request, Sampling
 from tided.errors import TideError
-from tided.models.base import LaneState
+from tided.models.base import LaneState, Pictured
 from tided.models.parallel import Alone
 from tided.settings import Settings
 from tided.tide.demand import RouterShape
@@ -63,16 +63,22 @@ class Forced:
     def __init__(self, rank: Rank) -> None:
         self._model, self._tap = rank.model, rank.executor.tap
         self.shape, self.open_lane, self.close_lane = rank.model.shape, rank.model.open_lane, rank.model.close_lane
-        self.check = rank.model.check
+        self.check, self.image_tokens = rank.model.check, rank.model.image_tokens
         self._hash = hashlib.blake2b(digest_size=8)
 
     def say(self, text: Text) -> Answer:
         self._text, self.answer, self._hash = text, Answer(text.domain), hashlib.blake2b(digest_size=8)
         return self.answer
 
-    def prefill(self, lane: LaneState, token_ids: Tensor, logits: Literal["none", "last", "all"]) -> Tensor | None:
+    def prefill(
+        self,
+        lane: LaneState,
+        token_ids: Tensor,
+        logits: Literal["none", "last", "all"],
+        pictured: Pictured | None = None,
+    ) -> Tensor | None:
         before = self._totals(lane)
-        row = self._model.prefill(lane, token_ids, logits)
+        row = self._model.prefill(lane, token_ids, logits, pictured)
         self._note(lane, before, len(token_ids), False)
         return None if row is None else self._judge(lane, row)
 

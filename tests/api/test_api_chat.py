@@ -396,7 +396,7 @@ async def test_the_real_client_fits(serve, ids):
         def check(self, request):
             pass
 
-        def submit(self, request, guide=None):
+        def submit(self, request, guide=None, pixels=()):
             rid = request.request_id
             tokens = ids("a</think>b")
             client.post([Started(rid), Tokens(rid, tokens), Finished(rid, "stop", 3, len(tokens) + 1, {"lane": 1})])

@@ -91,7 +91,10 @@ class FakeModel:
         if sorted(id(lane) for lane in lanes) != sorted(id(lane) for lane in self.open):
             raise PairError("lanes are open that no request has")
 
-    def prefill(self, lane, token_ids, logits):
+    def image_tokens(self, height, width):
+        return 0
+
+    def prefill(self, lane, token_ids, logits, pictured=None):
         self.calls.append(("prefill", len(token_ids)))
         rows = torch.stack([self._append(lane, token) for token in token_ids.tolist()])
         return {"none": None, "last": rows[-1:], "all": rows}[logits]

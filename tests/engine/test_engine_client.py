@@ -209,7 +209,7 @@ async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
     client = EngineClient(2, 2)
     client.attach(
         SimpleNamespace(
-            submit=lambda request, guide=None: None,
+            submit=lambda request, guide=None, pixels=(): None,
             residency=RESIDENCY,
             seq=1,
             last_step_s=0.0,
@@ -247,7 +247,7 @@ async def test_steps_that_arrive_with_one_wake_up_are_counted_once(monkeypatch):
     client = EngineClient(2, 2)
     client.attach(
         SimpleNamespace(
-            submit=lambda request, guide=None: None,
+            submit=lambda request, guide=None, pixels=(): None,
             residency=RESIDENCY,
             seq=1,
             last_step_s=0.0,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tided.cache.background import Background, private_folder
 from tided.cache.bundle import Parts
-from tided.cache.chain import Chain, chain
+from tided.cache.chain import Chain, Image, chain
 from tided.cache.park import ParkedLanes
 from tided.cache.prefix import PrefixCache, Snapshot
 from tided.control.messages import Recall, Restore
@@ -115,7 +115,8 @@ class Caching:
     def chain(self, request: Request, mask: int) -> Chain:
         """The keys of a prompt. `exact` answers never begin with what was substituted for another request."""
         seed = f"{self.plan.seed} {request.fidelity}" + (f" {mask:016x}" if self.plan.strict else "")
-        return chain(seed, request.prompt_ids, self.plan.chunk_tokens)
+        images = [Image(image.first, image.digest) for image in request.images]
+        return chain(seed, request.prompt_ids, self.plan.chunk_tokens, images)
 
     def candidates(self, request: Request, mask: int) -> Sequence[Candidate]:
         """What this rank holds of a prompt, the longest first."""

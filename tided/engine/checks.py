@@ -4,9 +4,10 @@ The API refuses most of this earlier and in better words; a request that comes a
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 from tided.engine.scheduler import Limits
-from tided.engine.types import Request, Sampling
+from tided.engine.types import Pixels, Request, Sampling
 from tided.errors import ContextOverflowError, RequestError
 
 
@@ -29,6 +30,19 @@ def check_request(request: Request, limits: Limits, vocab_size: int) -> None:
     if request.min_tokens < 0 or (request.logprobs or 0) < 0:
         raise RequestError("min_tokens and logprobs are from 0 on", param="min_tokens")
     check_sampling(request.sampling)
+
+
+def check_images(request: Request, pixels: Sequence[Pixels], image_tokens: Callable[[int, int], int]) -> None:
+    """Raises RequestError. `image_tokens`: of the model, for an image of so many pixels; 0: none of that size."""
+    end = 0
+    for image in request.images:
+        fits = end <= image.first and image.end <= len(request.prompt_ids)
+        if not fits or image.tokens < 1 or image.tokens != image_tokens(image.height, image.width):
+            raise RequestError("an image does not fit its place in the prompt, or this model", param="messages")
+        end = image.end
+    sizes = [image.height * image.width * 3 for image in request.images]
+    if sizes != [len(one.data) for one in pixels]:
+        raise RequestError("the pixels of a request are not those of its images", param="messages")
 
 
 def check_sampling(sampling: Sampling) -> None:

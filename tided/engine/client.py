@@ -21,7 +21,7 @@ from tided.engine.board import as_json as as_map
 from tided.engine.speed import DecodeSpeed
 from tided.engine.stats import Residency, rounded
 from tided.engine.trace import Traces, as_json
-from tided.engine.types import Event, Failed, Finished, Guide, Request, Started, Tokens
+from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Started, Tokens
 from tided.errors import QueueFullError, RequestError
 from tided.tide.heat import Weights
 
@@ -51,7 +51,7 @@ class EngineThread(Protocol):
     @property
     def seq(self) -> int: ...
 
-    def submit(self, request: Request, guide: Guide | None = None) -> None: ...
+    def submit(self, request: Request, guide: Guide | None = None, pixels: Sequence[Pixels] = ()) -> None: ...
 
     def cancel(self, request_id: str) -> None: ...
 
@@ -122,7 +122,7 @@ class EngineClient:
 
     # Called on the loop
 
-    def submit(self, request: Request, guide: Guide | None = None) -> Answer:
+    def submit(self, request: Request, guide: Guide | None = None, pixels: Sequence[Pixels] = ()) -> Answer:
         """Queues the request. Raises at once, before any event: RequestError for one that cannot run, QueueFullError,
         RequestError 503 when not ready."""
         engine = self._ready()
@@ -130,7 +130,7 @@ class EngineClient:
             raise QueueFullError(self.waiting)
         if request.request_id in self._open:
             raise RequestError(f"request id {request.request_id} is in use", param="request_id")
-        engine.submit(request, guide)
+        engine.submit(request, guide, pixels)
         self._idle.clear()
         answer = self._open[request.request_id] = Answer(self, request)
         return answer

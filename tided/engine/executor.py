@@ -15,6 +15,7 @@ from tided.engine.caching import Caching
 from tided.engine.logits import logprobs, shaped
 from tided.engine.ports import Residents
 from tided.engine.sampling import sample
+from tided.engine.sight import Sight
 from tided.engine.types import Request, TokenLogprob
 from tided.errors import PairError
 from tided.experts.fetch import UrgentReads
@@ -73,6 +74,7 @@ class Executor:
     ) -> None:
         self.model, self.residents, self.tap, self.urgent = model, residents, tap, urgent
         self.caching = caching or Caching(model)
+        self.sight = Sight(model)
         self.lanes: dict[int, Lane] = {}
         self.seq = 0
         self.plan_version = 0
@@ -122,6 +124,8 @@ class Executor:
         self.model.check([lane.state for lane in self.lanes.values() if not lane.parked])
         self.caching.check([index for index, lane in self.lanes.items() if lane.parked])
         self.residents.check_integrity()
+        if self.sight.cut - self.lanes.keys():
+            raise PairError("rows of images are kept for lanes that are not open")
         self.tap.check(self.lanes)
         if self.urgent is not None:
             self.urgent.check()
@@ -132,6 +136,7 @@ class Executor:
             self.caching.parked.drop(index)
         else:
             self.model.close_lane(lane.state)
+        self.sight.forget(index)
         self.tap.forget(index)
 
     def _move_lanes(self, step: Step) -> None:
@@ -194,11 +199,13 @@ class Executor:
         lane.masks.add(self.residents.mask_hash)
         if work.count:
             ids = torch.tensor(prompt[work.start : end], dtype=torch.int64, device=self._device)
-            logits = self.model.prefill(lane.state, ids, "last" if end == len(prompt) else "none")
+            pictured = self.sight.of_chunk(work.lane, lane.request, work.start, end)
+            logits = self.model.prefill(lane.state, ids, "last" if end == len(prompt) else "none", pictured)
             lane.logits = logits if self.caching.plan.snapshots else None
         else:
             logits = None if lane.logits is None else lane.logits.to(self._device)
         if logits is not None:
+            self.sight.drop(lane.request.request_id)
             self._draw([work.lane], logits, outcome)
             outcome.prompt_demand = self.tap.take(work.lane)
             self._propose([lane], work.propose)

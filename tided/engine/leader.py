@@ -15,7 +15,7 @@ from msgspec import structs
 
 from tided.control.messages import Change, Recalled, Step, Stop
 from tided.engine.board import FIGURES_EVERY_S, ExpertBoard, Figures
-from tided.engine.checks import check_request
+from tided.engine.checks import check_images, check_request
 from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S, Engine, OnFault
 from tided.engine.executor import Executor
 from tided.engine.ledger import Ledger
@@ -25,7 +25,7 @@ from tided.engine.recall import Candidate, Recalls
 from tided.engine.scheduler import Scheduler
 from tided.engine.stats import Residency
 from tided.engine.trace import Traces
-from tided.engine.types import Event, Guide, Request
+from tided.engine.types import Event, Guide, Pixels, Request
 from tided.errors import PairError, TideError
 from tided.tide.demand import RouterShape
 from tided.tide.heat import Weights
@@ -38,6 +38,7 @@ class Submission(NamedTuple):
     request: Request
     submitted_s: float
     guide: Guide | None = None
+    pixels: Sequence[Pixels] = ()
 
 
 class Cancellation(NamedTuple):
@@ -104,10 +105,12 @@ class LeaderEngine(Engine):
     def token_bytes(self, known: Sequence[bytes | None]) -> None:
         self.ledger.token_bytes = known
 
-    def submit(self, request: Request, guide: Guide | None = None) -> None:
-        """Raises RequestError, here and now, for one that could not run. `guide`: the engine's own from here on."""
+    def submit(self, request: Request, guide: Guide | None = None, pixels: Sequence[Pixels] = ()) -> None:
+        """Raises RequestError, here and now, for one that could not run. `guide`: the engine's own from here on.
+        `pixels`: of the request's images."""
         check_request(request, self.scheduler.limits, self.executor.model.shape.vocab_size)
-        self._inbox.put_nowait(Submission(request, time.monotonic(), guide))
+        check_images(request, pixels, self.executor.model.image_tokens)
+        self._inbox.put_nowait(Submission(request, time.monotonic(), guide, pixels))
 
     def cancel(self, request_id: str) -> None:
         self._inbox.put_nowait(Cancellation(request_id))
@@ -220,6 +223,8 @@ class LeaderEngine(Engine):
             raise PairError(f"lanes {sorted(self.executor.lanes)} are held while no request runs")
         if self.executor.caching.kept:
             raise PairError(f"{self.executor.caching.kept} snapshots are kept for nobody")
+        if self.executor.sight.kept:
+            raise PairError(f"images of {self.executor.sight.kept} requests are kept for nobody")
         self.executor.check()
         self.scheduler.check()
         self.ledger.idle()

@@ -20,7 +20,7 @@ from tided.engine.ports import PairSwap, Pilot
 from tided.engine.scheduler import Running, Scheduler
 from tided.engine.stats import Picks, Reads, RequestStats, Residency, log_line
 from tided.engine.trace import Traces, Uses
-from tided.engine.types import Event, Failed, Finished, Guide, Request, Started, TokenLogprob, Tokens
+from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Started, TokenLogprob, Tokens
 from tided.errors import PairError, RequestError
 from tided.experts.fetch import Waits
 from tided.experts.io import Priority
@@ -54,7 +54,9 @@ class Ledger:
     def open_ids(self) -> list[str]:
         return list(self._open)
 
-    def accept(self, request: Request, submitted_s: float, guide: Guide | None = None) -> None:
+    def accept(
+        self, request: Request, submitted_s: float, guide: Guide | None = None, pixels: Sequence[Pixels] = ()
+    ) -> None:
         if request.request_id in self._open:
             raise PairError(f"request {request.request_id} was submitted twice")
         try:
@@ -65,6 +67,8 @@ class Ledger:
             self._open[request.request_id] = RequestStats(request, submitted_s, self._motion.has_ring)
             if guide is not None:
                 self._guides[request.request_id] = guide
+            if pixels:
+                self._executor.sight.keep(request.request_id, pixels)
             if request.loop_break:
                 self._watches[request.request_id] = LoopWatch(request.loop_break, self.token_bytes)
 
@@ -258,6 +262,7 @@ class Ledger:
 
     def _forget(self, request_id: str) -> None:
         del self._open[request_id]
+        self._executor.sight.drop(request_id)
         self._guides.pop(request_id, None)
         self._watches.pop(request_id, None)
 

@@ -32,12 +32,38 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
+class ImageSpan(msgspec.Struct, frozen=True):
+    """An image in a prompt: `tokens` of it from token `first` on. `height`, `width`: pixels, as the model sees it;
+    `digest`: of those."""
+
+    first: int
+    tokens: int
+    height: int
+    width: int
+    digest: bytes
+
+    @property
+    def end(self) -> int:
+        return self.first + self.tokens
+
+
+class Pixels:
+    """An image as the model sees it: [height, width, 3] bytes of red, green, blue. It goes beside a request, and no
+    further than rank 0."""
+
+    __slots__ = ("__weakref__", "data")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. `max_tokens` is resolved and fits the context together with the prompt.
 
     `min_tokens`: no stop id is drawn before. `logprobs`: how many of the likeliest tokens are told beside each drawn
     one's log probability; None: nothing is told. `guided`: a `Guide` on rank 0 says what may be drawn. `loop_break`:
-    the answer ends when a cycle of tokens came so many times in a row (`engine.loops`); 0: it may go on.
+    the answer ends when a cycle of tokens came so many times in a row (`engine.loops`); 0: it may go on. `images`: in
+    the order of the prompt; their `Pixels` go beside the request.
     """
 
     request_id: str
@@ -50,6 +76,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     guided: bool = False
     loop_break: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def may_draft(self) -> bool:
