@@ -40,7 +40,6 @@ class Lane:
     drafts: list[int] = field(default_factory=list)  # proposed to come after `token`
     sure: list[float] = field(default_factory=list)  # the drafter's confidence in each
 
-
     @property
     def draft_room(self) -> int:
         """Tokens that may be drafted behind `token`: the step that verifies them brings one more."""
@@ -48,6 +47,7 @@ class Lane:
             return 0
         drawn = self.state.position - len(self.request.prompt_ids) + 1
         return max(0, self.request.max_tokens - drawn - 1)
+
 
 @dataclass
 class Outcome:
