@@ -8,6 +8,7 @@ birth to its reader. To be run on a machine at rest.
 
 import asyncio
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
-from tided.api.app import build_app, build_runner
+from tided.api.app import build_app
+from tided.api.door import Door
 from tided.chat.families import DEEPSEEK_V41
 from tided.chat.messages import Segment
 from tided.chat.tokenizer import Tokenizer
@@ -93,17 +94,16 @@ async def measure(streams: int, seconds: float) -> None:
         experts=Experts(resident=1),
         cache=Cache(context_tokens=1 << 16, pool_tokens=1 << 20),
     )
-    runner = build_runner(build_app(source, tokenizer, DEEPSEEK_V41, settings))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    listener = socket.create_server(("127.0.0.1", 0))
+    door = await Door.open(build_app(source, tokenizer, DEEPSEEK_V41, settings), listener)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     began_s, busy_s = time.monotonic(), time.thread_time()
     reader = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--read", url, str(streams), stdout=subprocess.PIPE
     )
     out, _ = await reader.communicate()
     took_s, busy_s = time.monotonic() - began_s, time.thread_time() - busy_s
-    await runner.cleanup()
+    await door.close()
     arrived = sorted(json.loads(out))
     late = [
         there - born

@@ -5,10 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from aiohttp import web
-
 from packers.shards import Checkpoint
-from tided.api.app import build_app, build_runner
+from tided.api.app import build_app
+from tided.api.door import Door
 from tided.chat.families import Family, family_of
 from tided.chat.tokenizer import Tokenizer
 from tided.control.wire import listen_tcp
@@ -19,8 +18,8 @@ from tided.settings import Settings
 class Front:
     """`client` is the engine as the API sees it."""
 
-    def __init__(self, client: EngineClient, runner: web.AppRunner) -> None:
-        self.client, self._runner = client, runner
+    def __init__(self, client: EngineClient, door: Door) -> None:
+        self.client, self._door = client, door
 
     @classmethod
     async def open(cls, settings: Settings) -> Self:
@@ -29,18 +28,16 @@ class Front:
         try:
             tokenizer, family, identity = await asyncio.to_thread(_read, Path(settings.model.path))
             client = EngineClient(settings.engine.lanes, settings.engine.queue, tokenizer.token_bytes)
-            runner = build_runner(build_app(client, tokenizer, family, settings, identity=identity))
-            await runner.setup()
-            await web.SockSite(runner, listener).start()
+            door = await Door.open(build_app(client, tokenizer, family, settings, identity=identity), listener)
         except BaseException:
             listener.close()
             raise
-        return cls(client, runner)
+        return cls(client, door)
 
     async def close(self, timeout_s: float) -> None:
         """Closes the port and waits for replies under way, but not for readers that do not read."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._runner.cleanup(), timeout_s)
+            await asyncio.wait_for(self._door.close(), timeout_s)
 
 
 def _read(path: Path) -> tuple[Tokenizer, Family, str]:

@@ -236,6 +236,12 @@ class Server(Section, frozen=True):
     metrics_open: Annotated[bool, _doc("policy", "Serve /metrics without a key.")] = False
     thinking: Annotated[bool, _doc("policy", "Whether the model thinks first when a request does not say.")] = True
     max_body_bytes: Annotated[int, _doc("policy", "Largest request body.", ge=1024, le=1 << 40)] = 64 << 20
+    max_connections: Annotated[
+        int, _doc("policy", "Most connections; one more takes the place of an idle one.", ge=4, le=1 << 16)
+    ] = 512
+    head_timeout_s: Annotated[
+        float, _doc("policy", "Longest time from the first byte of a request to the end of its headers.", gt=0, le=600)
+    ] = 10.0
     drain_s: Annotated[float, _doc("policy", "Longest wait for running requests at a stop.", ge=0, le=600)] = 30.0
 
 

@@ -1,5 +1,6 @@
 """A server on a real socket in front of a scripted engine."""
 
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -8,15 +9,15 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chat"))
 
 from scripted_engine import ScriptedEngine, Server, output_ids, settings_with
 from small_tokenizer import build
 
-from tided.api.app import build_app, build_runner
+from tided.api.app import build_app
 from tided.api.context import CONTEXT
+from tided.api.door import Door
 from tided.api.ports import Limits
 from tided.chat.families import DEEPSEEK_V41, Family
 from tided.chat.tokenizer import Tokenizer
@@ -51,12 +52,9 @@ async def serve(engine, tokenizer, family):
 
         async def start(limits: Limits = FAST, serves: Any = engine, **server: Any) -> Server:
             app = build_app(serves, tokenizer, family, settings_with(**server), identity="weights", limits=limits)
-            runner = build_runner(app)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            port = runner.addresses[0][1]
+            listener = socket.create_server(("127.0.0.1", 0))
+            stack.push_async_callback((await Door.open(app, listener)).close)
+            port = listener.getsockname()[1]
             session = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
             return Server(session, port, engine, app[CONTEXT], app)
 

@@ -5,16 +5,17 @@
 import asyncio
 import json
 import os
+import socket
 from collections.abc import Iterator
 
 import aiohttp
 import pytest
-from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine, settings_with
 
-from tided.api.app import build_app, build_runner
+from tided.api.app import build_app
+from tided.api.door import Door
 from tided.api.ports import Limits
 from tided.chat.families import DEEPSEEK_V41
 
@@ -104,21 +105,20 @@ def ask(tokenizer, ids) -> Iterator:
     engine = ScriptedEngine(ids)
     engine.script("think</think>", "Hel", "lo")
     with asyncio.Runner() as runner:
-        app = build_runner(build_app(engine, tokenizer, DEEPSEEK_V41, settings_with(), limits=Limits(keepalive_s=0.2)))
+        app = build_app(engine, tokenizer, DEEPSEEK_V41, settings_with(), limits=Limits(keepalive_s=0.2))
+        listener = socket.create_server(("127.0.0.1", 0))
 
         async def start() -> aiohttp.ClientSession:
-            await app.setup()
-            await web.TCPSite(app, "127.0.0.1", 0).start()
-            return aiohttp.ClientSession(f"http://127.0.0.1:{app.addresses[0][1]}")
+            return aiohttp.ClientSession(f"http://127.0.0.1:{listener.getsockname()[1]}")
 
         async def post(path: str, body: str) -> tuple[int, str]:
             async with asyncio.timeout(20), session.post(path, data=body) as reply:
                 return reply.status, await reply.text()
 
-        session = runner.run(start())
+        door, session = runner.run(Door.open(app, listener)), runner.run(start())
         yield lambda path, body: runner.run(post(path, body))
         runner.run(session.close())
-        runner.run(app.cleanup())
+        runner.run(door.close())
 
 
 @pytest.mark.timeout(0)

@@ -65,22 +65,6 @@ def build_app(
     return app
 
 
-def build_runner(app: web.Application) -> web.AppRunner:
-    """A runner whose handlers end with their client's connection, also while a request waits in the queue.
-
-    Bodies come as they were sent: unfolding them has its own limits (`body.decompressed`).
-    """
-    return web.AppRunner(
-        app,
-        handler_cancellation=True,
-        keepalive_timeout=app[CONTEXT].limits.idle_s,
-        access_log=None,
-        handle_signals=False,
-        auto_decompress=False,
-        shutdown_timeout=app[CONTEXT].limits.close_s,
-    )
-
-
 def _refuse_open(server: Server) -> None:
     if not server.allow_open:
         raise ConfigError(

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import HttpVersion11, hdrs, web
 
 from tided.api.context import CONTEXT, NOTE, Note
+from tided.api.door import Connection
 from tided.api.errors import anthropic_error_body, as_request_error, error_body, error_response
 from tided.api.generation import Generation
 from tided.api.ids import request_id
@@ -26,6 +27,8 @@ _CLIENT_GONE = 499
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     request[NOTE] = note = Note(request_id(request.headers.get("x-request-id")))
     started_s, status = time.monotonic(), _CLIENT_GONE
+    if connection := Connection.of(request):
+        connection.begun()
     try:
         response = await _answer(request, handler)
         status = response.status
@@ -34,6 +37,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         note.outcome = "client gone"
         raise
     finally:
+        if connection:
+            connection.over()
         _log(request, note, status, time.monotonic() - started_s)
 
 

@@ -71,6 +71,8 @@ class _Reader:
                     merged[-1] = _joined(before, message)
                 else:
                     merged.append(message)
+        if not merged:
+            refuse("messages", "expected a message that says something")
         return tuple(merged)
 
     def _message(self, value: Any, path: str) -> list[Message]:
@@ -160,11 +162,12 @@ class _Reader:
         source = block.fields("source")
         if not self._images:
             refuse(block.path[:-1], "images are not supported by this server", code="image_input_not_supported")
+        place = block.path[:-1]
         if source.get("type") == "url":
-            return Image(_text(source, "url"))
+            return Image(_text(source, "url"), place)
         if source.get("type") != "base64":
             source.wrong("type", "base64 or url")
-        return Image(f"data:{_text(source, 'media_type')};base64,{_text(source, 'data')}")
+        return Image(f"data:{_text(source, 'media_type')};base64,{_text(source, 'data')}", place)
 
 
 def _content(fields: Fields, optional: bool = False) -> Iterator[str | Fields]:

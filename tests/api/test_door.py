@@ -1,0 +1,249 @@
+"""Sockets made to hurt: refused or closed within their limits, while an answer's tokens keep coming."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import uvloop
+from scripted_engine import Server, said, until
+
+from tided.api.ports import Limits
+
+LINE = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+PATIENT = Limits(keepalive_s=30, stall_s=30, body_s=30)
+
+
+@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
+def event_loop_policy(request):
+    """The daemon runs on uvloop, whose transports differ."""
+    return request.param()
+
+
+class Flow:
+    """A running stream: it is given a token a millisecond, and counts what its reader has seen."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    async def goes_on(self) -> None:
+        before = self.seen
+        await until(lambda: self.seen >= before + 20)
+
+
+@contextlib.asynccontextmanager
+async def flow(server: Server) -> AsyncIterator[Flow]:
+    found, drawn = Flow(), 0
+    async with server.post(said("hi", stream=True, max_tokens=2000)) as reply:
+        await until(lambda: bool(server.engine.answers))
+        answer = server.engine.answers[-1].start().say("</think>")
+
+        async def draw() -> None:
+            nonlocal drawn
+            while True:
+                answer.say("x")
+                drawn += 1
+                await asyncio.sleep(0.001)
+
+        async def read() -> None:
+            async for line in reply.content:
+                found.seen += b'"content": "x"' in line
+
+        drawing, reading = asyncio.create_task(draw()), asyncio.create_task(read())
+        await found.goes_on()
+        yield found
+        await found.goes_on()
+        drawing.cancel()
+        answer.finish()
+        await asyncio.wait_for(reading, 10)
+        assert found.seen == drawn
+    assert answer.request.request_id not in server.engine.cancels
+
+
+async def connect(server: Server, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(data)
+    return reader, writer
+
+
+async def rest_of(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the server closes."""
+    with contextlib.suppress(ConnectionError):
+        return await asyncio.wait_for(reader.read(), 10)
+    return b""
+
+
+@pytest.fixture
+def files() -> Iterator[None]:
+    """Room for thousands of sockets, both ends in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 8192 if hard == resource.RLIM_INFINITY else min(8192, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def drip(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """A byte at a time, until the server has had enough."""
+    with contextlib.suppress(ConnectionError):
+        for byte in data:
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+
+async def test_heads_that_drip_are_given_up(serve):
+    server = await serve(PATIENT, head_timeout_s=0.3)
+    async with flow(server) as running:
+        ends = [await connect(server) for _ in range(20)]
+        dripping = [asyncio.create_task(drip(writer, LINE + b"X: a\r\n" * 1000)) for _, writer in ends]
+        await running.goes_on()
+        for reader, writer in ends:
+            # Nothing, where the bytes that came after it have reset the connection.
+            assert (await rest_of(reader))[:13] in (b"HTTP/1.1 408 ", b"")
+            writer.close()
+        for task in dripping:
+            task.cancel()
+    assert len(server.engine.answers) == 1
+
+
+async def test_time_begins_with_the_first_byte_and_ends_with_the_head(serve, engine):
+    """Connections that wait for a request, bodies and answers have other limits."""
+    server = await serve(PATIENT, head_timeout_s=0.3)
+    payload = json.dumps(said("hi", stream=True)).encode()
+    head = LINE + b"Content-Length: %d\r\n\r\n" % len(payload)
+    async with flow(server):
+        idle_reader, idle = await connect(server)
+        slow_reader, slow = await connect(server, head + payload[:5])
+        late_reader, late = await connect(server, LINE)
+        assert b" 408 " in await rest_of(late_reader)  # so the others have waited as long
+        engine.script("</think>x")
+        slow.write(payload[5:])
+        idle.write(head + payload)
+        for reader in (idle_reader, slow_reader):
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+        for writer in (idle, slow, late):
+            writer.close()
+
+
+async def test_what_a_head_holds_is_not_logged(serve, caplog):
+    server = await serve(PATIENT)
+    with caplog.at_level(logging.DEBUG):
+        reader, writer = await connect(server, b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer SECRET\x00\r\n\r\n")
+        assert b" 400 " in await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+    assert "BadHttpMessage" in caplog.text or "InvalidHeader" in caplog.text
+    assert "SECRET" not in caplog.text
+
+
+async def test_a_second_head_has_its_own_time(serve):
+    server = await serve(PATIENT, head_timeout_s=0.3)
+    reader, writer = await connect(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+    writer.write(b"GET /health HTTP/1.1\r\n")
+    assert b" 408 " in await rest_of(reader)
+    writer.close()
+
+
+async def test_thousands_of_idle_connections_keep_nobody_out(serve, engine, files):
+    server = await serve(PATIENT, max_connections=64)
+    async with flow(server) as running:
+        ends = []
+        for _ in range(20):
+            ends += await asyncio.gather(*(connect(server, LINE[:9]) for _ in range(100)))
+            await running.goes_on()
+        engine.script("</think>x")
+        assert (await server.ask(said("hi")))[0] == 200
+        for _, writer in ends:
+            writer.close()
+
+
+async def test_one_more_takes_the_place_of_the_one_that_was_idle_longest(serve):
+    server = await serve(PATIENT, max_connections=4)
+    ends = [await connect(server) for _ in range(5)]
+    assert await rest_of(ends[0][0]) == b""
+    for reader, writer in ends[1:]:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+    ends[0][1].close()
+
+
+async def test_where_all_are_busy_one_more_is_refused(serve, engine):
+    server = await serve(PATIENT, max_connections=4)
+    payload = json.dumps(said("hi", stream=True)).encode()
+    ask = LINE + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload
+    ends = [await connect(server, ask) for _ in range(4)]
+    await until(lambda: len(engine.answers) == 4)
+    reader, writer = await connect(server, ask)
+    assert (await rest_of(reader)).startswith(b"HTTP/1.1 503 ")
+    writer.close()
+    engine.answers[0].start().say("</think>x").finish()
+    waits = [asyncio.create_task(rest_of(reader)) for reader, _ in ends]
+    done, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    assert [b"[DONE]" in task.result() for task in done] == [True]
+    engine.script("</think>x")
+    reader, writer = await connect(server, ask)
+    assert b"[DONE]" in await rest_of(reader)
+    assert len(engine.cancels) == 0
+    for task in others:
+        task.cancel()
+    for _, each in [*ends, (None, writer)]:
+        each.close()
+
+
+async def test_pipelined_requests_are_answered_in_their_order(serve):
+    server = await serve(PATIENT)
+    async with flow(server):
+        asks = [b"GET /v1/models/%d HTTP/1.1\r\nHost: x\r\nx-request-id: n%d\r\n\r\n" % (n, n) for n in range(500)]
+        reader, writer = await connect(
+            server, b"".join([*asks, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"])
+        )
+        heads = (await rest_of(reader)).split(b"x-request-id: ")[1:]
+        assert [head.split(b"\r\n")[0] for head in heads[:-1]] == [b"n%d" % n for n in range(500)]
+        writer.close()
+
+
+@pytest.mark.parametrize("when", ["asked", "answered"])
+async def test_a_client_that_closes_its_half_is_gone(serve, engine, when):
+    server = await serve(PATIENT)
+    payload = json.dumps(said("hi", stream=True)).encode()
+    async with flow(server):
+        reader, writer = await connect(server, LINE + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)
+        await until(lambda: len(engine.answers) == 2)
+        if when == "answered":
+            engine.answers[1].start().say("</think>word")
+            await asyncio.wait_for(reader.readuntil(b"word"), 10)
+        writer.write_eof()
+        await until(lambda: engine.cancels == [engine.answers[1].request.request_id])
+        await rest_of(reader)
+        writer.close()
+
+
+NOISE = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+    b"\xff\xfe / HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    LINE + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffffff\r\n",
+    LINE + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n",
+    LINE + b"X: \xff\xfe\x00\r\n\r\n",
+    LINE + b"Content-Length: 2\r\nContent-Encoding: gzip\r\n\r\n{}",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"GET /" + b"%ff" * 2000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("noise", NOISE, ids=range(len(NOISE)))
+async def test_what_is_no_request_is_refused(serve, engine, noise):
+    server = await serve(Limits(keepalive_s=30, body_s=0.5), head_timeout_s=0.5)
+    async with flow(server):
+        reader, writer = await connect(server, noise)
+        writer.write(b"\r\n\r\n")
+        line = await asyncio.wait_for(reader.readline(), 10)
+        assert line.split(b" ")[1:2] in ([b"400"], [b"404"], [b"408"]), line
+        writer.close()
+    assert len(engine.answers) == 1

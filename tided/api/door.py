@@ -1,0 +1,176 @@
+"""The listening socket: who may hold a connection, and how long the head of a request may take to come.
+
+A connection is idle until the head of a request is whole, and when its reply is written. There are never more than
+`server.max_connections`: whoever comes then takes the place of the one that has been idle longest, and is refused where
+all are busy. So neither thousands of idle connections nor heads that drip keep others out. Bodies, answers and readers
+have limits of their own (`ports.Limits`).
+"""
+
+import asyncio
+import logging
+import socket
+from typing import Self, cast
+
+from aiohttp import web
+
+from tided.api.context import CONTEXT
+
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class _Wordless(logging.Filter):
+    """What stands in a head that cannot be read may be a key: of an error its kind is logged, and not its words."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[0] is not None:
+            record.msg, record.args = f"{record.getMessage()}: {record.exc_info[0].__name__}", None
+            record.exc_info = None
+        return True
+
+
+log = logging.getLogger("tided.http")
+log.addFilter(_Wordless())
+
+
+class Door:
+    """An application's open port. `close` in any case."""
+
+    def __init__(self, runner: web.AppRunner, most: int, head_s: float) -> None:
+        self.head_s = head_s
+        self.held: set[Connection] = set()
+        self.idle: dict[Connection, None] = {}  # in the order in which they became it
+        self._runner, self._most = runner, most
+        self._server: asyncio.Server | None = None
+
+    @classmethod
+    async def open(cls, app: web.Application, listener: socket.socket) -> Self:
+        """`listener` is bound; it is closed with the door, or by its owner when this fails."""
+        runner, server = _runner(app), app[CONTEXT].served.settings.server
+        await runner.setup()
+        door = cls(runner, server.max_connections, server.head_timeout_s)
+        door._server = await asyncio.get_running_loop().create_server(door._connection, sock=listener)
+        return door
+
+    async def close(self) -> None:
+        """Closes the port and waits for replies under way."""
+        if self._server is not None:
+            self._server.close()
+        await self._runner.cleanup()
+
+    def admits(self, connection: "Connection") -> bool:
+        if len(self.held) >= self._most and (longest := next(filter(Connection.at_rest, self.idle), None)):
+            longest.close()
+        if len(self.held) >= self._most:
+            return False
+        self.held.add(connection)
+        self.idle[connection] = None
+        return True
+
+    def forget(self, connection: "Connection") -> None:
+        self.held.discard(connection)
+        self.idle.pop(connection, None)
+
+    def _connection(self) -> "Connection":
+        handler = self._runner.server
+        assert handler is not None, "connections come between setup and cleanup"
+        return Connection(self, handler())
+
+
+class Connection(asyncio.Protocol):
+    """Between a transport and aiohttp's handler of it."""
+
+    def __init__(self, door: Door, handler: asyncio.Protocol) -> None:
+        self._door, self._handler = door, handler
+        self._transport: asyncio.Transport | None = None  # None: not let in
+        self._timer: asyncio.TimerHandle | None = None  # of a head that has begun
+        self._busy = False
+
+    @classmethod
+    def of(cls, request: web.Request) -> Self | None:
+        """None: its client has gone."""
+        protocol = request.transport.get_protocol() if request.transport is not None else None
+        return protocol if isinstance(protocol, cls) else None
+
+    def begun(self) -> None:
+        """The head of a request is whole."""
+        self._busy = True
+        self._door.idle.pop(self, None)
+        self._stop_timer()
+
+    def over(self) -> None:
+        """The request has its reply."""
+        self._busy = False
+        if self in self._door.held:
+            self._door.idle[self] = None
+
+    def at_rest(self) -> bool:
+        """All that was said has been sent."""
+        return self._transport is None or not self._transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        self._door.forget(self)
+        if self._transport is not None:
+            self._transport.close()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        stream = cast(asyncio.Transport, transport)  # uvloop's own class is none by name
+        if self._door.admits(self):
+            self._transport = stream
+            self._handler.connection_made(stream)
+        else:
+            stream.write(_FULL)
+            stream.close()
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport is None:
+            return
+        if not self._busy and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._door.head_s, self._late)
+        self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return None if self._transport is None else self._handler.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._door.forget(self)
+        if self._transport is not None:
+            self._handler.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if self._transport is not None:
+            self._transport.write(_LATE)
+            self.close()
+
+
+def _runner(app: web.Application) -> web.AppRunner:
+    """A runner whose handlers end with their client's connection, also while a request waits in the queue.
+
+    Bodies come as they were sent: unfolding them has its own limits (`body.decompressed`).
+    """
+    limits = app[CONTEXT].limits
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        keepalive_timeout=limits.idle_s,
+        access_log=None,
+        logger=log,
+        handle_signals=False,
+        auto_decompress=False,
+        shutdown_timeout=limits.close_s,
+    )
