@@ -99,12 +99,17 @@ class Running:
         return supervisor.status(self.state_dir).last
 
 
-def write_profile(tmp_path: Path, text: str, ranks: int = 2, drain_s: int = 2, **parallel) -> tuple[Path, int]:
-    """`text` with its [parallel] and [server] tables on free ports; returns the file and the HTTP port."""
+def write_profile(
+    tmp_path: Path, text: str, ranks: int = 2, drain_s: int = 2, server: str = "", **parallel
+) -> tuple[Path, int]:
+    """`text` with its [parallel] and [server] tables on free ports; returns the file and the HTTP port. `server`: more
+    lines of the latter."""
     first = free_ports(4)
     table = {"ranks": ranks, "control_port": first, "data_port": first + 2} | parallel
     lines = [f"{key} = {value}" for key, value in table.items()]
-    body = f"{text}\n[parallel]\n" + "\n".join(lines) + f"\n[server]\nport = {first + 3}\ndrain_s = {drain_s}\n"
+    body = (
+        f"{text}\n[parallel]\n" + "\n".join(lines) + f"\n[server]\nport = {first + 3}\ndrain_s = {drain_s}\n{server}\n"
+    )
     profile = tmp_path / "profile.toml"
     profile.write_text(body)
     return profile, first + 3
