@@ -1,10 +1,12 @@
 """The policy of drafts: what pays is taken, what does not is left, and nothing gets stuck."""
 
 import random
+import statistics
 
 import pytest
 
-from tided.engine.depth import EXPLORE_STEPS, PROBE_TOKENS, Costs, Depths, Row
+from tided.engine.costs import Touched
+from tided.engine.depth import EXPLORE_STEPS, LAST_GAP, Depths, Row
 
 DRAFT_S = 0.2
 
@@ -48,7 +50,7 @@ def test_good_drafts_are_taken_whole(mode):
 def test_hopeless_drafts_cost_next_to_nothing(mode):
     seconds, taken, made = run(Depths(mode, 5), Text(0.05), 1000)
     assert seconds < 1 / 0.95
-    assert made <= 1000 / PROBE_TOKENS + 1000 / EXPLORE_STEPS + 8
+    assert made <= 1000 / LAST_GAP + 1000 / EXPLORE_STEPS + 8
     assert sum(depth > 0 for depth in taken) <= made
 
 
@@ -100,26 +102,60 @@ def test_case_44_one_bad_timing_does_not_wedge_the_depth(width, factor, slope):
         assert after < 1.1 * healthy
 
 
-def test_costs_between_and_beyond_what_was_measured():
-    costs = Costs()
-    assert costs.step(1, 3) is None
-    costs.tell(1, 1, 1.0, None)
-    assert costs.step(1, 1) == 1.0
-    assert costs.step(1, 3) == pytest.approx(1.7)
-    costs.tell(1, 5, 2.0, 0.3)
-    assert costs.step(1, 3) == pytest.approx(1.5)
-    assert costs.draft(1) == 0.3
-    costs.tell(1, 2, 100.0, None)
-    assert costs.step(1, 2) == 2.0  # two steps of one token each would not cost more
-    assert costs.step(2, 2) is None
+@pytest.mark.parametrize("mode", ["acceptance", "confidence"])
+def test_an_outlier_of_a_hundred_and_a_lasting_change_are_over_within_200_tokens(mode):
+    """Rows that become dear, and cheap again, as each step of a drafted answer is timed."""
+    depths, text = Depths(mode, 5), Text(0.8)
+    healthy, _, _ = run(depths, text, 400)
+    for spoilt in range(1, 7):
+        left = [1]
+
+        def cost(rows, spoilt=spoilt, left=left):
+            far_off = rows == spoilt and left[0]
+            left[0] -= bool(far_off)
+            return step_s(rows) * (100 if far_off else 1)
+
+        run(depths, text, 200, cost)
+        again, _, _ = run(depths, text, 200)
+        assert again < 1.12 * healthy, spoilt
+    run(depths, text, 200, float)
+    dear, taken, _ = run(depths, text, 300, float)  # rows that cost as much as steps
+    assert dear < 1 / 0.95
+    assert sum(taken) < 0.2 * len(taken)
+    run(depths, text, 200)
+    cheap, _, _ = run(depths, text, 300)
+    assert cheap < 1.12 * healthy
 
 
-def test_medians_forget():
-    costs = Costs()
-    costs.tell(1, 1, 9.0, None)
-    for _ in range(1000):
-        costs.tell(2, 2, 1.0, None)
-    assert costs.step(1, 1) is None
+def test_an_answer_begins_with_a_block():
+    depths = Depths("acceptance", 5)
+    assert depths.begin(Row(0, 5))
+    depths.begun(0, [0.0] * 5, 0.1)
+    (depth,), _ = depths.plan([Row(0, 5)])
+    assert depth > 0
+    assert not depths.begin(Row(1, 0))
+    assert not Depths("off", 5).begin(Row(0, 5))
+    assert Depths("fixed", 5, 3).begin(Row(0, 1))
+
+
+def test_a_lane_that_waits_for_experts_drafts_less_where_they_are_read():
+    """The same text and rows; each expert that a block misses is waited for."""
+
+    def answer(reads_a_row: float) -> float:
+        depths, text, taken = Depths("acceptance", 5), Text(0.75), []
+        for _ in range(300):
+            (depth,), propose = depths.plan([Row(0, 10**6, True)])
+            right = 0
+            while right < depth and text.random.random() < text.chance:
+                right += 1
+            reads = round(reads_a_row * (1 + depth))
+            touched = Touched(40, reads, 0.1 * reads)
+            seconds = step_s(1 + depth) + touched.waited_s
+            depths.done({0: (depth, 1 + right)}, {0: [0.0] * 5 if propose else []}, seconds, DRAFT_S, touched)
+            taken.append(depth)
+        return statistics.mean(taken[100:])
+
+    assert answer(8) < answer(0) - 1
 
 
 def test_fixed_and_off():

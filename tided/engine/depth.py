@@ -1,37 +1,35 @@
 """How many drafted tokens a step verifies, and whether drafts are worth making at all. Rank 0's policy: pure, without
 a clock; what it decides travels in the step's message.
 
-A step of w rows brings the tokens that are accepted and costs its own time and the drafter's. `Acceptance` knows how
-likely each place of a lane's draft is right, `Costs` what a width costs; `Depths` takes the rows that bring the most
-tokens a second. Where no depth beats plain decoding nothing is drafted, but for a rare probe, which would show that the
-text has changed.
-
-No timing rules for long: costs are medians of a few samples, old ones go, a width is never believed to cost more than
-its tokens one by one would, and every now and then the width that was measured least is taken.
+A step brings the tokens that are accepted and costs its own time and the drafter's (`tided.engine.costs`). How likely
+each place of a lane's block is right is believed from what was accepted lately, or from the drafter's confidence. Taken
+are the rows that bring the most tokens a second. Where no depth beats plain decoding the drafter rests, but for a probe
+that would show that the text has changed: an answer begins with one, and each that changes nothing doubles the tokens
+to the next.
 """
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from tided.engine.costs import NOTHING, Costs, Touched
 
 Mode = Literal["off", "fixed", "acceptance", "confidence"]
 
-KEPT = 9  # samples of a width; a median of so many outlives four that are wrong
-OLD_STEPS = 400  # a sample counts for so long
-EXPLORE_STEPS = 30  # apart: the least measured width is taken
-PROBE_TOKENS = 64  # between probes of a lane whose drafts are not worth making
-PROBED = 2  # drafts of a probe
-FIRST_PROBES = 2  # blocks that an answer begins with, whatever its predecessor was like
-MARGIN = 1.03  # that drafting must win by: a step of more rows also makes the others wait
-ROW_SHARE = 0.35  # of a step, that a row more is believed to cost until it was measured
+EXPLORE_STEPS = 30  # apart, of steps that drafts wait for: the least measured width is taken
+FIRST_GAP, LAST_GAP = 16, 64  # tokens between the probes of a lane whose drafts are not worth making
+PROBED = 1  # drafts of a probe that are verified, whatever is believed of them
+MARGIN = 1.02  # that drafting must win by: a step of more rows also makes the others wait
 MEMORY = 0.95  # weight of what a place was like a block ago
 FORGET = 0.98  # the same, of places that a block does not reach: bad luck there does not last
-PRIOR = 0.6  # that a draft is right, before anything was seen
+AGE = 0.99  # the same, by tokens that came without drafts
+PRIOR = 0.65  # that a draft is right, before anything was seen
 PRIOR_BLOCKS = 1.0  # that count as much as what is believed of a place
+ANSWER = 0.2  # weight of the newest answer in what the next one is believed to be like
+SLOPE = 0.5  # of the confidence: a drafter that is wrong is still sure
+BIAS_FIRST, BIAS_LAST = 1.0, 0.15  # how far a draft moves what is added to it, at first and later
 
 
 @dataclass
@@ -44,11 +42,11 @@ class Place:
     def rate(self, prior: float) -> float:
         return (self.right + PRIOR_BLOCKS * prior) / (self.seen + PRIOR_BLOCKS)
 
-    def tell(self, right: bool) -> None:
+    def tell(self, right: float) -> None:
         self.right, self.seen = MEMORY * self.right + right, MEMORY * self.seen + 1.0
 
-    def fade(self) -> None:
-        self.right, self.seen = FORGET * self.right, FORGET * self.seen
+    def fade(self, weight: float) -> None:
+        self.right, self.seen = weight * self.right, weight * self.seen
 
 
 @dataclass
@@ -57,76 +55,55 @@ class LaneDrafts:
     to be verified; empty: none waits."""
 
     places: list[Place]
+    prior: float  # that a draft is right, by the answers before
+    bias: float = 0.0  # of the confidence in this answer
     sure: list[float] = field(default_factory=list)
-    blocks: int = 0
-    since_block: int = 0  # tokens since a draft was last verified
-    hopeful: bool = False  # the last block was all right: once more, whatever is believed
+    told: int = 0  # drafts that were verified
+    quiet: int = 0  # tokens since the last probe
+    gap: int = 0  # tokens to the next
+    probing: bool = False  # the block that waits is one
 
     def survival(self) -> list[float]:
-        """The probability that a place and all before it are right. A place that was seldom reached is taken to be like
-        the one before it."""
-        rates = accumulate(self.places, lambda prior, place: place.rate(prior), initial=PRIOR)
+        """The probability that a place and all before it are right, of any block. A place that was seldom reached is
+        taken to be like the one before it."""
+        rates = accumulate(self.places, lambda prior, place: place.rate(prior), initial=self.prior)
         return _running(list(rates)[1:])
 
+    def trusted(self) -> list[float]:
+        """The same of the block that waits, by the drafter's word."""
+        return _running([self._sure(place) for place in range(len(self.sure))])
 
-@dataclass(frozen=True)
-class Row:
-    """A lane of the next step: `room` tokens may be drafted for it (0: none, now or after the step)."""
+    def stepped(self, depth: int, tokens: int) -> None:
+        """A step verified `depth` drafts and brought so many tokens."""
+        right = min(tokens - 1, depth)
+        reached = min(right + 1, depth)
+        for place in range(reached):
+            self.places[place].tell(place < right)
+            rate = max(BIAS_LAST, BIAS_FIRST / (1 + self.told))
+            self.bias += rate * ((place < right) - self._sure(place))
+            self.told += 1
+        if self.sure and not depth:  # left unverified for want of confidence, which is all that is known of it
+            self.places[0].tell(self._sure(0))
+            reached = 1
+        for unseen in self.places[reached:]:
+            unseen.fade(FORGET if self.sure else AGE**tokens)
+        self.quiet += tokens
+
+    def probe(self) -> None:
+        self.probing, self.quiet = True, 0
+        self.gap = min(LAST_GAP, max(FIRST_GAP, 2 * self.gap))
+
+    def _sure(self, place: int) -> float:
+        return _sigmoid(SLOPE * self.sure[place] + self.bias)
+
+
+class Row(NamedTuple):
+    """A lane of the next step: `room` tokens may be drafted for it (0: none, now or after the step). `waits`: its rows
+    may wait for missing experts."""
 
     lane: int
     room: int
-
-
-class Costs:
-    """Seconds of a step by its lanes and rows, without the drafter, and of the drafter by its lanes."""
-
-    def __init__(self) -> None:
-        self._steps: dict[tuple[int, int], deque[tuple[int, float]]] = {}
-        self._drafts: dict[int, deque[tuple[int, float]]] = {}
-        self._now = 0
-
-    def tell(self, lanes: int, rows: int, seconds: float, draft_seconds: float | None) -> None:
-        """`draft_seconds` None: nothing was proposed."""
-        self._now += 1
-        self._steps.setdefault((lanes, rows), deque(maxlen=KEPT)).append((self._now, seconds))
-        if draft_seconds is not None:
-            self._drafts.setdefault(lanes, deque(maxlen=KEPT)).append((self._now, draft_seconds))
-
-    def samples(self, lanes: int, rows: int) -> int:
-        return len(self._young(self._steps.get((lanes, rows), ())))
-
-    def draft(self, lanes: int) -> float | None:
-        times = self._young(self._drafts.get(lanes, ()))
-        return statistics.median(times) if times else None
-
-    def step(self, lanes: int, rows: int) -> float | None:
-        """None while nothing was measured of so many lanes. At least what one row a lane costs, at most what as many
-        steps of one row would."""
-        known = {
-            width: statistics.median(times)
-            for (count, width), kept in self._steps.items()
-            if count == lanes and (times := self._young(kept))
-        }
-        if not known:
-            return None
-        if lanes not in known:  # plain decoding was not measured: as if rows cost what they are believed to
-            least = min(known)
-            known[lanes] = known[least] / (1 + ROW_SHARE * (least - lanes) / lanes)
-        return min(max(_between(known, lanes, rows), known[lanes]), known[lanes] * rows / lanes)
-
-    def _young(self, kept: Sequence[tuple[int, float]] | deque[tuple[int, float]]) -> list[float]:
-        return [seconds for when, seconds in kept if self._now - when < OLD_STEPS]
-
-
-def _between(known: Mapping[int, float], lanes: int, rows: int) -> float:
-    """The seconds of `rows` on the line through its measured neighbours."""
-    if rows in known:
-        return known[rows]
-    below = max(width for width in known if width < rows)
-    above = min((width for width in known if width > rows), default=None)
-    if above is None:
-        return known[below] + ROW_SHARE * known[lanes] / lanes * (rows - below)
-    return known[below] + (known[above] - known[below]) * (rows - below) / (above - below)
+    waits: bool = False
 
 
 class Depths:
@@ -138,21 +115,9 @@ class Depths:
         self.fixed = min(fixed, most)
         self.costs = Costs()
         self._lanes: dict[int, LaneDrafts] = {}
-        self._steps = 0
-        self._doubt = [0.0] * most  # what is added to the drafter's confidence of a place, as measured
-
-    def plan(self, rows: Sequence[Row]) -> tuple[list[int], bool]:
-        """The drafts to verify of each lane, and whether to draft after the step."""
-        if self.mode == "off" or not self.most:
-            return [0] * len(rows), False
-        self._steps += 1
-        waiting = [min(row.room, len(self._lane(row.lane).sure)) for row in rows]
-        if self.mode == "fixed":
-            depths = [min(self.fixed, count) for count in waiting]
-            return depths, any(row.room > 1 for row in rows)
-        depths = self._chosen(rows, waiting)
-        more = [Row(row.lane, row.room - depth - 1) for row, depth in zip(rows, depths, strict=True)]
-        return depths, self._worth(more)
+        self._waiting: set[int] = set()  # lanes of the newest step that may wait for experts
+        self._prior = PRIOR
+        self._steps = 0  # that drafts waited for
 
     def begin(self, row: Row) -> bool:
         """Whether to draft behind a prompt's last chunk, for the lane's first step."""
@@ -160,95 +125,98 @@ class Depths:
             return False
         return self.mode == "fixed" or self._worth([row])
 
-    def begun(self, lane: int, sure: Sequence[float]) -> None:
-        """`sure`: the confidence of what was proposed behind the lane's prompt."""
+    def begun(self, lane: int, sure: Sequence[float], draft_s: float | None = None) -> None:
+        """`sure`: the confidence of what was proposed behind the lane's prompt, within `draft_s`."""
         self._lane(lane).sure = list(sure)
+        if draft_s is not None:
+            self.costs.drafted(1, draft_s)
+
+    def plan(self, rows: Sequence[Row]) -> tuple[list[int], bool]:
+        """The drafts to verify of each lane, and whether to draft after the step."""
+        if self.mode == "off" or not self.most:
+            return [0] * len(rows), False
+        self._waiting = {row.lane for row in rows if row.waits}
+        waiting = [min(row.room, len(self._lane(row.lane).sure)) for row in rows]
+        if self.mode == "fixed":
+            return [min(self.fixed, count) for count in waiting], any(row.room > 1 for row in rows)
+        depths = self._chosen(rows, waiting)
+        more = [row._replace(room=row.room - depth - 1) for row, depth in zip(rows, depths, strict=True)]
+        return depths, self._worth(more)
 
     def done(
         self,
         rows: Mapping[int, tuple[int, int]],
         sure: Mapping[int, Sequence[float]],
         seconds: float,
-        draft_seconds: float | None,
+        draft_s: float | None,
+        touched: Touched = NOTHING,
     ) -> None:
-        """rows: lane -> (drafts verified, tokens that came); sure: the confidence of what was proposed after it."""
-        self.costs.tell(len(rows), sum(1 + depth for depth, _ in rows.values()), seconds, draft_seconds)
+        """rows: lane -> (drafts verified, tokens that came); sure: the confidence of what was proposed after it, within
+        `draft_s` (None: nothing was), which `seconds` leaves out."""
+        if self.mode == "off":
+            return
+        self.costs.tell({lane: 1 + depth for lane, (depth, _) in rows.items()}, seconds, touched, self._waiting)
+        if draft_s is not None:
+            self.costs.drafted(len(rows), draft_s)
         for index, (depth, tokens) in rows.items():
             lane = self._lane(index)
-            right = min(tokens - 1, depth)
-            lane.since_block = 0 if depth else lane.since_block + tokens
-            if depth:
-                lane.blocks, lane.hopeful = lane.blocks + 1, right == depth
-                for unseen in lane.places[min(right + 1, depth) :]:
-                    unseen.fade()
-            for place in range(min(right + 1, depth)):
-                lane.places[place].tell(place < right)
-                if place < len(lane.sure):
-                    self._learn(place, lane.sure[place], place < right)
+            lane.stepped(depth, tokens)
             lane.sure = list(sure.get(index, ()))
 
     def forget(self, lane: int) -> None:
-        self._lanes.pop(lane, None)
+        self.costs.forget(lane)
+        known = self._lanes.pop(lane, None)
+        if known is not None and known.told:
+            self._prior += ANSWER * (known.places[0].rate(self._prior) - self._prior)
 
     def _lane(self, index: int) -> LaneDrafts:
-        return self._lanes.setdefault(index, LaneDrafts([Place() for _ in range(self.most)]))
-
-    def _learn(self, place: int, sure: float, right: bool) -> None:
-        self._doubt[place] += 0.1 * (right - _sigmoid(sure + self._doubt[place]))
-
-    def _survival(self, index: int, known: bool) -> list[float]:
-        """`known`: of the block that waits, else of any."""
-        lane = self._lane(index)
-        if known and self.mode == "confidence":
-            return _running([_sigmoid(sure + self._doubt[place]) for place, sure in enumerate(lane.sure)])
-        return lane.survival()
+        if index not in self._lanes:
+            self._lanes[index] = LaneDrafts([Place() for _ in range(self.most)], self._prior)
+        return self._lanes[index]
 
     def _chosen(self, rows: Sequence[Row], waiting: Sequence[int]) -> list[int]:
         """Of the drafts that wait, those that bring the most tokens a second."""
         if not any(waiting):
             return [0] * len(rows)
+        self._steps += 1
         if self._steps % EXPLORE_STEPS == 0:
             return self._least_measured(len(rows), waiting)
-        gains = {row.lane: self._survival(row.lane, True)[:count] for row, count in zip(rows, waiting, strict=True)}
-        probes = {
-            row.lane: min(count, PROBED) for row, count in zip(rows, waiting, strict=True) if self._must_probe(row.lane)
-        }
+        lanes = [self._lane(row.lane) for row in rows]
+        believed = [lane.trusted() if self.mode == "confidence" else lane.survival() for lane in lanes]
+        gains = {row.lane: chances[:count] for row, chances, count in zip(rows, believed, waiting, strict=True)}
         depths, _ = self._best(gains, 0.0)
-        return [max(depths[row.lane], probes.get(row.lane, 0)) for row in rows]
+        least = [min(count, PROBED) if lane.probing else 0 for lane, count in zip(lanes, waiting, strict=True)]
+        return [max(depths[row.lane], probed) for row, probed in zip(rows, least, strict=True)]
 
     def _worth(self, rows: Sequence[Row]) -> bool:
-        """Whether the next step will verify enough of a block to pay for making it."""
-        lanes = [row for row in rows if row.room > 0]
+        """Whether the next step will verify enough of a block to pay for making it, or whether it is time to see."""
+        lanes = {row.lane: self._lane(row.lane) for row in rows if row.room > 0}
         if not lanes:
             return False
-        if any(self._must_probe(row.lane) for row in lanes):
-            return True
-        gains = {row.lane: self._survival(row.lane, False)[: max(0, row.room)] for row in rows}
-        draft = self.costs.draft(len(rows))
-        depths, win = self._best(gains, draft or 0.0)
-        return any(depths.values()) and win > MARGIN
-
-    def _must_probe(self, index: int) -> bool:
-        lane = self._lane(index)
-        return lane.blocks < FIRST_PROBES or lane.hopeful or lane.since_block >= PROBE_TOKENS
+        gains = {row.lane: self._lane(row.lane).survival()[: max(0, row.room)] for row in rows}
+        depths, win = self._best(gains, self.costs.draft(gains))
+        drafted = {index for index, depth in depths.items() if depth} if win > MARGIN else set[int]()
+        for index, lane in lanes.items():
+            lane.probing = False
+            if index in drafted:
+                lane.gap = FIRST_GAP
+        due = [] if drafted else [lane for lane in lanes.values() if lane.quiet >= lane.gap]
+        for lane in due:
+            lane.probe()
+        return bool(drafted or due)
 
     def _best(self, gains: Mapping[int, Sequence[float]], draft_s: float) -> tuple[dict[int, int], float]:
         """gains: lane -> survival by place. The depth of each lane that brings the most tokens a second, and by what
         factor that beats plain decoding. Survival never rises with the place, so rows are taken in order of it."""
-        lanes, depths = len(gains), dict.fromkeys(gains, 0)
-        ranked = sorted(((-gain, place, lane) for lane, found in gains.items() for place, gain in enumerate(found)))
-        plain = self.costs.step(lanes, lanes)
-        best, best_depths = 1.0, dict(depths)
-        tokens = float(lanes)
-        for taken, (gain, _, lane) in enumerate(ranked, 1):
-            tokens -= gain
-            depths[lane] += 1
-            seconds = self.costs.step(lanes, lanes + taken)
-            wider = 1 + ROW_SHARE * taken / lanes if plain is None or seconds is None else (seconds + draft_s) / plain
-            win = tokens / lanes / wider
+        depths, widths = dict.fromkeys(gains, 0), dict.fromkeys(gains, 1)
+        ranked = sorted((-gain, place, lane) for lane, found in gains.items() for place, gain in enumerate(found))
+        plain, tokens, best = self.costs.step(widths) / len(gains), float(len(gains)), 1.0
+        for gain, place, lane in ranked:
+            tokens, widths[lane] = tokens - gain, place + 2
+            win = tokens * plain / (self.costs.step(widths) + draft_s)
             if win > best:
-                best, best_depths = win, dict(depths)
-        return best_depths, best
+                best, depths = win, {lane: rows - 1 for lane, rows in widths.items()}
+        return depths, best
 
     def _least_measured(self, lanes: int, waiting: Sequence[int]) -> list[int]:
         """The width with the fewest samples, the narrower first, given to lanes in turn."""

@@ -1,0 +1,187 @@
+"""What a decode step costs, learned from steps: by its lanes and rows, by the distinct experts that its rows touch, and
+by those that a layer had to read. Pure, without a clock.
+
+A step's seconds are those of its rows, `per_expert_s` for each distinct expert, and what it waited for reads. The first
+are kept by width, so nothing is assumed of their shape; what an expert costs is learned from steps of the same width
+that touched different numbers of them; a read costs what was waited for it.
+
+No timing rules for long. A width's cost is the median of a few samples, the newest three where it is seldom measured:
+one that is far off is outvoted by two, and two agree on what has changed. Fewer rows never cost more than many, many
+never more than their steps one by one. Samples age; what has not been measured for long is taken from its neighbours.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+KEPT = 9  # samples of a width
+FRESH_STEPS = 60  # samples so young all count; of older ones the newest three
+OLD_STEPS = 400  # a sample counts for so long
+ROW_SHARE = 0.35  # of a plain step, that a row more is believed to cost until it was measured
+DRAFT_SHARE = 0.3  # of a plain step, that a proposal is believed to cost until it was measured
+SPREAD = 0.7  # w rows of a lane touch w^SPREAD times the experts of one: 21 where one row picks 6, at 6 rows
+SLOPES = 31  # that the cost of an expert is the median of
+LEAST_SLOPES = 8  # fewer say nothing
+FOLLOW = 0.1  # weight of the newest step in what a lane's rows touch
+
+
+class Touched(NamedTuple):
+    """Distinct experts that the rows of a step asked for, summed over the layers; records that a layer read before it
+    went on, and the seconds that it waited for them."""
+
+    experts: int = 0
+    reads: int = 0
+    waited_s: float = 0.0
+
+
+NOTHING = Touched()
+
+
+class Sample(NamedTuple):
+    """`seconds` without waits."""
+
+    step: int
+    seconds: float
+    experts: int = 0
+
+
+@dataclass
+class Appetite:
+    """What one row touches: experts, and reads that it waits for."""
+
+    experts: float = 0.0
+    reads: float = 0.0
+    steps: int = 0  # seen of the lane
+
+
+class Costs:
+    """Seconds of steps without the drafter, and of the drafter by its lanes. `widths`: lane -> its rows."""
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[int, int], deque[Sample]] = {}
+        self._drafts: dict[int, deque[Sample]] = {}
+        self._slopes: deque[float] = deque(maxlen=SLOPES)
+        self._reads: deque[float] = deque(maxlen=KEPT)
+        self._lanes: dict[int, Appetite] = {}
+        self._nets: dict[int, dict[int, float]] = {}  # found since the newest sample
+        self._now = 0
+
+    def tell(
+        self, widths: Mapping[int, int], seconds: float, touched: Touched = NOTHING, waiting: Collection[int] = ()
+    ) -> None:
+        """A step took so long, its proposals apart. `waiting`: the lanes that may wait for reads."""
+        self._now += 1
+        self._nets.clear()
+        sample = Sample(self._now, max(0.0, seconds - touched.waited_s), touched.experts)
+        kept = self._steps.setdefault((len(widths), sum(widths.values())), deque(maxlen=KEPT))
+        if kept and kept[-1].experts != sample.experts:
+            self._slopes.append((sample.seconds - kept[-1].seconds) / (sample.experts - kept[-1].experts))
+        kept.append(sample)
+        if touched.reads:
+            self._reads.append(touched.waited_s / touched.reads)
+        self._learn(widths, touched, [lane for lane in widths if lane in waiting])
+
+    def drafted(self, lanes: int, seconds: float) -> None:
+        """A proposal for so many lanes took so long."""
+        self._drafts.setdefault(lanes, deque(maxlen=KEPT)).append(Sample(self._now, seconds))
+
+    def forget(self, lane: int) -> None:
+        self._lanes.pop(lane, None)
+
+    def samples(self, lanes: int, rows: int) -> int:
+        return len(self._young(self._steps.get((lanes, rows), ())))
+
+    def draft(self, lanes: Collection[int]) -> float:
+        """Of a proposal, in the unit of `step`."""
+        times = self._young(self._drafts.get(len(lanes), ()))
+        if not times or not self._net(len(lanes)):
+            return DRAFT_SHARE * self.step(dict.fromkeys(lanes, 1))
+        return statistics.median_low(sample.seconds for sample in times)
+
+    def step(self, widths: Mapping[int, int]) -> float:
+        """Reads apart, at least what one row a lane costs, at most what as many steps of one row would. While nothing
+        was measured of so many lanes: what is believed, in plain steps instead of seconds."""
+        lanes, rows, net = len(widths), sum(widths.values()), self._net(len(widths))
+        if not net:
+            return 1 + ROW_SHARE * (rows - lanes) / lanes
+        each, expected = self.per_expert_s, self._expected(widths)
+        plain = net[lanes] + each * self._expected(dict.fromkeys(widths, 1)).experts
+        seconds = _between(net, lanes, rows) + each * expected.experts
+        return min(max(seconds, plain), plain * rows / lanes) + self.per_read_s * expected.reads
+
+    @property
+    def per_expert_s(self) -> float:
+        """Of a distinct expert more in a step. Where noise is all that differs, slopes have both signs."""
+        return max(0.0, statistics.median(self._slopes)) if len(self._slopes) >= LEAST_SLOPES else 0.0
+
+    @property
+    def per_read_s(self) -> float:
+        return statistics.median_low(self._reads) if self._reads else 0.0
+
+    def _net(self, lanes: int) -> dict[int, float]:
+        """Seconds by rows, experts apart, for so many lanes; those of plain decoding are among them if any are."""
+        if lanes not in self._nets:
+            self._nets[lanes] = self._found(lanes)
+        return self._nets[lanes]
+
+    def _found(self, lanes: int) -> dict[int, float]:
+        each = self.per_expert_s
+        known = {
+            rows: statistics.median_low(max(0.0, one.seconds - each * one.experts) for one in young)
+            for (count, rows), kept in self._steps.items()
+            if count == lanes and (young := self._young(kept))
+        }
+        if known and lanes not in known:  # as if rows cost what they are believed to
+            least = min(known)
+            known[lanes] = known[least] / (1 + ROW_SHARE * (least - lanes) / lanes)
+        bound = math.inf
+        for rows in sorted(known, reverse=True):
+            known[rows] = bound = min(bound, known[rows])
+        return known
+
+    def _young(self, kept: Iterable[Sample]) -> list[Sample]:
+        young = [sample for sample in kept if self._now - sample.step < OLD_STEPS]
+        fresh = [sample for sample in young if self._now - sample.step < FRESH_STEPS]
+        return fresh if len(fresh) >= 3 else young[-3:]
+
+    def _appetite(self, lane: int) -> Appetite:
+        """A lane that is new is like the others."""
+        if lane in self._lanes:
+            return self._lanes[lane]
+        known = self._lanes.values()
+        return Appetite(sum(one.experts for one in known) / len(known)) if known else Appetite()
+
+    def _expected(self, widths: Mapping[int, int]) -> Appetite:
+        """Of a step, as its lanes have been lately."""
+        ones = [(self._appetite(lane), rows**SPREAD) for lane, rows in widths.items()]
+        return Appetite(sum(one.experts * rows for one, rows in ones), sum(one.reads * rows for one, rows in ones))
+
+    def _learn(self, widths: Mapping[int, int], touched: Touched, waiting: Collection[int]) -> None:
+        """What a step touched beyond, or short of, what was expected is shared out by rows."""
+        expected = self._expected(widths)
+        experts = (touched.experts - expected.experts) / sum(rows**SPREAD for rows in widths.values())
+        reads = (touched.reads - expected.reads) / (sum(widths[lane] ** SPREAD for lane in waiting) or 1.0)
+        for lane in widths:
+            one = self._lanes[lane] = self._appetite(lane)
+            weight = max(FOLLOW, 1 / (1 + one.steps))
+            one.steps, one.experts = one.steps + 1, one.experts + weight * experts
+            if lane in waiting:
+                one.reads = max(0.0, one.reads + weight * reads)
+
+
+def _between(known: Mapping[int, float], lanes: int, rows: int) -> float:
+    """The seconds of `rows` on the line through its measured neighbours; beyond all of them, on as steeply as from plain
+    decoding to the widest, or less: what is believed to cost too much would never be measured."""
+    if rows in known:
+        return known[rows]
+    below = max(width for width in known if width < rows)
+    above = min((width for width in known if width > rows), default=None)
+    if above is not None:
+        return known[below] + (known[above] - known[below]) * (rows - below) / (above - below)
+    slope = ROW_SHARE * known[lanes] / lanes
+    if below > lanes:
+        slope = min(slope, (known[below] - known[lanes]) / (below - lanes))
+    return known[below] + slope * (rows - below)
