@@ -126,6 +126,27 @@ def test_exact_stays_exact():
     assert served.stats("a")["steps"] < ANSWER - 1
 
 
+def test_the_policy_is_told_what_steps_touch_and_wait_for():
+    """Of an exact and a fast lane: distinct experts of each width, and what was read for the exact one alone."""
+    model = opened(resident=40, numerics="native", draft="acceptance")
+    model = replace(model, settings=structs.replace(model.settings, tide=Tide(sync_slots=4)))
+    told = []
+
+    def prepare(served: Served) -> None:
+        tell = served.engine.scheduler.depths.costs.tell
+        served.engine.scheduler.depths.costs.tell = lambda *what: (told.append(what), tell(*what))
+
+    served = Served(model, [structs.replace(GREEDY[0], fidelity="exact"), GREEDY[1]], prepare=prepare)
+    shape, urgent = served.ranks[0].model.shape, served.ranks[0].executor.urgent
+    picks = shape.moe_layers * shape.top_k
+    assert sum(what[2].reads for what in told) > 10
+    assert sum(what[2].waited_s for what in told) <= urgent.waits.seconds
+    for widths, _, touched, waiting in told:
+        assert set(waiting) <= {served.stats("a")["lane"]}
+        assert picks <= touched.experts <= picks * sum(widths.values())
+        assert touched.experts == picks or sum(widths.values()) > 1
+
+
 def test_a_penalised_lane_is_not_drafted_and_its_neighbour_is():
     requests = [GREEDY[0], ask("b", begin=37, tokens=33, answer=20, presence_penalty=0.5)]
     bare = Served(opened(numerics="native"), requests)

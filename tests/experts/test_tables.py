@@ -115,3 +115,20 @@ def test_uses_of_a_lane_outlive_its_prompt_and_end_with_its_request():
     torch.testing.assert_close(tap.uses[:, 0, 0], expected)
     tap.forget(0)
     assert not tap.uses.any()
+
+
+def test_experts_that_a_step_touches_are_those_of_all_its_rows_once():
+    """Given up or not; rows of two passes apart; nothing of the step before."""
+    tap = DemandTap(2, 2, 4, CPU)
+    assert tap.touched() == 0
+    tap.begin_step()
+    record(tap)
+    assert tap.touched() == 3
+    tap.keep(1, 1)
+    tap.add_up()
+    assert tap.touched() == 3
+    record(tap)
+    assert tap.touched() == 6
+    tap.begin_step()
+    record(tap)
+    assert tap.touched() == 3

@@ -173,7 +173,7 @@ class Costs:
 
 
 def _between(known: Mapping[int, float], lanes: int, rows: int) -> float:
-    """The seconds of `rows` on the line through its measured neighbours; beyond all of them, on as steeply as from plain
+    """The seconds of `rows` on the line through its measured neighbours; beyond them, on as steeply as from plain
     decoding to the widest, or less: what is believed to cost too much would never be measured."""
     if rows in known:
         return known[rows]

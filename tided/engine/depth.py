@@ -119,6 +119,11 @@ class Depths:
         self._prior = PRIOR
         self._steps = 0  # that drafts waited for
 
+    @property
+    def learns(self) -> bool:
+        """Whether what steps cost decides anything."""
+        return self.most > 0 and self.mode in ("acceptance", "confidence")
+
     def begin(self, row: Row) -> bool:
         """Whether to draft behind a prompt's last chunk, for the lane's first step."""
         if self.mode == "off" or not self.most or row.room <= 0:
@@ -153,7 +158,7 @@ class Depths:
     ) -> None:
         """rows: lane -> (drafts verified, tokens that came); sure: the confidence of what was proposed after it, within
         `draft_s` (None: nothing was), which `seconds` leaves out."""
-        if self.mode == "off":
+        if self.mode == "off" or not self.most:
             return
         self.costs.tell({lane: 1 + depth for lane, (depth, _) in rows.items()}, seconds, touched, self._waiting)
         if draft_s is not None:

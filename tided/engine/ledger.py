@@ -8,11 +8,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy.typing as npt
 
 from tided.control.messages import Decode, Mask, Prefill, Step
+from tided.engine.costs import NOTHING, Touched
 from tided.engine.executor import Demand, Executor, Outcome
 from tided.engine.loops import LoopWatch
 from tided.engine.motion import Motion, Moved
@@ -20,7 +22,7 @@ from tided.engine.ports import PairSwap, Pilot
 from tided.engine.scheduler import Running, Scheduler
 from tided.engine.stats import Picks, Reads, RequestStats, Residency, log_line
 from tided.engine.trace import Traces, Uses
-from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Started, TokenLogprob, Tokens
+from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Scored, Started, TokenLogprob, Tokens
 from tided.errors import PairError, RequestError
 from tided.experts.fetch import Waits
 from tided.experts.io import Priority
@@ -47,6 +49,7 @@ class Ledger:
         self.traces = Traces()
         self._prompt_mass: dict[int, Array] = {}  # by lane
         self._guides: dict[str, Guide] = {}  # by request
+        self._waits = Waits()  # before the step in hand
         self.token_bytes: Sequence[bytes | None] = ()
         self._watches: dict[str, LoopWatch] = {}  # by request
 
@@ -83,6 +86,7 @@ class Ledger:
 
     def begin(self, step: Step) -> None:
         """The step's admissions have their lanes."""
+        self._waits = self._urgent()
         for admission in step.admit:
             stats = self._open[admission.request.request_id]
             self.traces.began(admission.request.request_id, step.seq - 1, time.monotonic())
@@ -105,12 +109,15 @@ class Ledger:
         if isinstance(step.work, Prefill):
             stats = self._stats(step.work.lane)
             stats.chunk(step.work.count, seconds)
+            if outcome.scores:
+                self.events.append(Scored(stats.request.request_id, outcome.scores))
             if outcome.prompt_demand:
                 self._prompt_done(stats, step.work.lane, outcome.prompt_demand)
             elif self._pilot:
                 self._chunk_done(self._pilot, stats, step.work)
             if step.work.propose:
-                self._scheduler.depths.begun(step.work.lane, self._executor.lanes[step.work.lane].sure)
+                lane, executor = step.work.lane, self._executor
+                self._scheduler.depths.begun(lane, executor.lanes[lane].sure, executor.draft_s or None)
         if isinstance(step.work, Decode):
             self._decoded(step.work, outcome, seconds)
         told = {lane: iter(logprobs) for lane, logprobs in outcome.logprobs.items()}
@@ -132,7 +139,19 @@ class Ledger:
             {lane: lanes[lane].sure for lane in work.lanes},
             seconds - draft_s,
             draft_s or None,
+            self._touched(),
         )
+
+    def _touched(self) -> Touched:
+        """By the newest step, for who learns what steps cost."""
+        if not self._scheduler.depths.learns:
+            return NOTHING
+        before, now = self._waits, self._urgent()
+        return Touched(self._executor.tap.touched(), now.reads - before.reads, now.seconds - before.seconds)
+
+    def _urgent(self) -> Waits:
+        urgent = self._executor.urgent
+        return replace(urgent.waits) if urgent else Waits()
 
     def cancel(self, request_id: str) -> None:
         """Of a request that ended meanwhile nothing is left to cancel."""
@@ -282,8 +301,8 @@ class Ledger:
 
     def reads(self) -> Reads:
         """What was read since the start, by all requests."""
-        reads, urgent = self._executor.residents.reads, self._executor.urgent
-        waits, hot = urgent.waits if urgent else Waits(), self._motion.count
+        reads = self._executor.residents.reads
+        waits, hot = self._urgent(), self._motion.count
         return Reads(
             nbytes=sum(count.bytes for count in reads.values()),
             seconds=sum(count.seconds for count in reads.values()),

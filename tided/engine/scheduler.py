@@ -24,6 +24,7 @@ from tided.errors import PairError, QueueFullError
 
 UNCHANGED = Change()
 MOST_SNAPSHOTS = 32  # of one prompt, about: each holds windows of its own beside the pages that all share
+SCORED_TOKENS = 128  # of a chunk whose every row becomes logits: rows of the whole vocabulary are memory
 RESUME_SHARE = 8  # a parked lane comes back when it can grow by an eighth: it is not written again after a few tokens
 
 
@@ -65,7 +66,8 @@ class Running:
 
     def next_tokens(self, chunk_tokens: int) -> int:
         """Of the next chunk; 0 where the prompt was restored whole."""
-        return min(chunk_tokens - self.computed % chunk_tokens, len(self.request.prompt_ids) - self.computed)
+        most = min(chunk_tokens - self.computed % chunk_tokens, len(self.request.prompt_ids) - self.computed)
+        return min(most, SCORED_TOKENS) if self.request.scored else most
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Limits:
     prefill chunk, swaps read at once, steps between comparisons of the ranks; whether there are slots to read experts
     into before use; tokens of context that may be parked (0: a lane is admitted when the pool can hold its prompt and
     longest answer), most tokens that a decode step drafts, whether snapshots are taken; share of the time that
-    prompts take beside running answers."""
+    prompts take beside running answers; whether every row of a prompt is computed to its logits, where they are asked
+    for."""
 
     lanes: int
     queue: int
@@ -89,6 +92,7 @@ class Limits:
     draft_tokens: int = 0
     snapshots: bool = False
     prefill_share: float = 0.3
+    can_score: bool = True
 
     def __post_init__(self) -> None:
         if self.context_tokens > self.pool_tokens:
@@ -288,7 +292,7 @@ class Scheduler:
         self._prefilled_last = False
         if not decoding:
             return None
-        drafts, propose = self.depths.plan([Row(running.lane, running.room) for running in decoding])
+        drafts, propose = self.depths.plan([row_of(running) for running in decoding])
         return Decode([running.lane for running in decoding], drafts if any(drafts) else [], propose)
 
     def _chunk(self, newcomer: Running) -> Prefill:
@@ -296,7 +300,7 @@ class Scheduler:
         work = newcomer.chunk(self.limits.chunk_tokens)
         if newcomer.in_prefill:
             return work
-        return structs.replace(work, propose=self.depths.begin(Row(newcomer.lane, newcomer.room - 1)))
+        return structs.replace(work, propose=self.depths.begin(row_of(newcomer, 1)))
 
     def _answers_first(self, newcomer: Running) -> bool:
         return self._prefilled_last or not self.pace.may_prefill(newcomer.next_tokens(self.limits.chunk_tokens))
@@ -321,8 +325,16 @@ class Scheduler:
     def _snapshots(self, work: Prefill | Decode | None) -> list[int]:
         if not self.limits.snapshots or not isinstance(work, Prefill) or not work.count:
             return []
-        prompt = len(self.running[work.lane].request.prompt_ids)
+        request = self.running[work.lane].request
+        if request.scored:  # its chunks are others than those that a snapshot stands for
+            return []
+        prompt = len(request.prompt_ids)
         return [work.lane] if worth_saving(work.start + work.count, prompt, self.limits.chunk_tokens) else []
+
+
+def row_of(running: Running, ahead: int = 0) -> Row:
+    """`ahead`: tokens that come before what is asked about."""
+    return Row(running.lane, running.room - ahead, running.request.fidelity != "fast")
 
 
 def worth_saving(end: int, prompt_tokens: int, chunk_tokens: int) -> bool:

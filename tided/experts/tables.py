@@ -81,6 +81,7 @@ class DemandTap:
         self.uses: Tensor = torch.zeros((3, lanes, layers, experts), dtype=torch.float32, device=device)
         self._totals: Tensor = torch.zeros((lanes, TOTALS), dtype=torch.float64, device=device)
         self._seen: list[Seen] = []
+        self._step: list[Seen] = []  # of the newest step, rows that were given up included
         self._kept: dict[int, int] = {}
         self.wishes: deque[list[Wish]] = deque([[]], maxlen=KEPT_STEPS)
         self.light, self.enabled = light, True
@@ -115,6 +116,7 @@ class DemandTap:
         (None: no row may wait for a read). The tensors must not be changed afterwards."""
         if self.enabled:
             self._seen.append(Seen(layer, lane_of_row, wanted, scores, weights, missed, read))
+            self._step.append(self._seen[-1])
 
     def keep(self, lane: int, rows: int) -> None:
         """Of the lane's rows of this step, only the first `rows` count."""
@@ -122,7 +124,19 @@ class DemandTap:
 
     def begin_step(self) -> None:
         self.add_up()
+        self._step = []
         self.wishes.append([])
+
+    def touched(self) -> int:
+        """Distinct experts that all rows of the newest step wanted, given up or not, summed over its layers. Rows that
+        were computed apart count apart."""
+        step, total = self._step, 0
+        while step:
+            rows = step[0].lane_of_row
+            picks = torch.stack([one.wanted.flatten() for one in step if one.lane_of_row is rows]).sort(dim=1).values
+            total += len(picks) + int((picks[:, 1:] != picks[:, :-1]).sum())
+            step = [one for one in step if one.lane_of_row is not rows]
+        return total
 
     def add_up(self) -> None:
         """What the layers left since the last time. Layers with the same rows are added together."""
