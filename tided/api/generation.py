@@ -12,7 +12,7 @@ from tided.api.ports import Engine
 from tided.api.prepare import Prepared
 from tided.api.served import ServedModel
 from tided.chat.deltas import Delta, merged
-from tided.engine.types import Event, Failed, Finished, Started, TokenLogprob, Tokens
+from tided.engine.types import Event, Failed, Finished, Scored, Started, TokenLogprob, Tokens
 
 
 class AnswerReader:
@@ -20,6 +20,7 @@ class AnswerReader:
 
     def __init__(self, prepared: Prepared, served: ServedModel) -> None:
         self.logprobs: dict[str, list[TokenLogprob]] = {"content": [], "reasoning": []}
+        self.scores: list[TokenLogprob] = []  # of the prompt's tokens, from the second on
         chat, family, tokenizer = prepared.chat, served.family, served.tokenizer
         tools = chat.conversation.tools
         self.parser = family.parser(
@@ -93,6 +94,9 @@ class Generation:
                 # Of a context that was parked meanwhile the first beginning counts.
                 self.cached_tokens = self.cached_tokens if self.started else cached_tokens
                 self.started = True
+                return []
+            case Scored(logprobs=told):
+                self.reader.scores += told
                 return []
             case Tokens(token_ids=token_ids, logprobs=logprobs):
                 self.started = True

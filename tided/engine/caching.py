@@ -115,12 +115,13 @@ class Caching:
     def chain(self, request: Request, mask: int) -> Chain:
         """The keys of a prompt. `exact` answers never begin with what was substituted for another request."""
         seed = f"{self.plan.seed} {request.fidelity}" + (f" {mask:016x}" if self.plan.strict else "")
+        seed += f" salt {request.cache_salt}" if request.cache_salt else ""
         images = [Image(image.first, image.digest) for image in request.images]
         return chain(seed, request.prompt_ids, self.plan.chunk_tokens, images)
 
     def candidates(self, request: Request, mask: int) -> Sequence[Candidate]:
         """What this rank holds of a prompt, the longest first."""
-        if not self.plan.snapshots:
+        if not self.plan.snapshots or request.scored:
             return ()
         keys = self.chain(request, mask)
         ends = [Candidate((i + 1) * keys.chunk_tokens, key) for i, key in enumerate(keys.chunks)]

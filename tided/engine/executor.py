@@ -4,6 +4,7 @@ on a clock, a setting of the node or the rank's number, or decides by a value th
 import hashlib
 import time
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -51,11 +52,12 @@ class Lane:
 
 @dataclass
 class Outcome:
-    """What a step made: (lane, token) in row order, the log probabilities of lanes that asked, in the same order, the
-    demand of a prompt that is complete, and the digest if due."""
+    """What a step made: (lane, token) in row order, the log probabilities of lanes that asked, in the same order, those
+    of a scored prompt's next tokens, the demand of a prompt that is complete, and the digest if due."""
 
     tokens: list[tuple[int, int]] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    scores: list[TokenLogprob] = field(default_factory=list)
     prompt_demand: Demand | None = None
     digest: str = ""
 
@@ -200,7 +202,12 @@ class Executor:
         if work.count:
             ids = torch.tensor(prompt[work.start : end], dtype=torch.int64, device=self._device)
             pictured = self.sight.of_chunk(work.lane, lane.request, work.start, end)
-            logits = self.model.prefill(lane.state, ids, "last" if end == len(prompt) else "none", pictured)
+            last = end == len(prompt)
+            wanted: Literal["none", "last", "all"] = "all" if lane.request.scored else "last" if last else "none"
+            logits = self.model.prefill(lane.state, ids, wanted, pictured)
+            if lane.request.scored and logits is not None:
+                outcome.scores = _scores(logits, prompt[work.start + 1 : end + 1], lane.request.logprobs or 0)
+                logits = logits[-1:] if last else None
             lane.logits = logits if self.caching.plan.snapshots else None
         else:
             logits = None if lane.logits is None else lane.logits.to(self._device)
@@ -302,3 +309,8 @@ class Executor:
         now.update(self.tap.counts.to(torch.int32).cpu().numpy().tobytes())
         now.update(self.tap.totals[:, [0, 1, 4, 5]].to(torch.int64).cpu().numpy().tobytes())
         return now.hexdigest()
+
+
+def _scores(logits: Tensor, following: list[int], most: int) -> list[TokenLogprob]:
+    """logits [T, vocab] -> of the tokens that follow; nothing follows the last row of a prompt."""
+    return [logprobs(row, token, most) for row, token in zip(logits, following, strict=False)]

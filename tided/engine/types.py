@@ -63,7 +63,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     `min_tokens`: no stop id is drawn before. `logprobs`: how many of the likeliest tokens are told beside each drawn
     one's log probability; None: nothing is told. `guided`: a `Guide` on rank 0 says what may be drawn. `loop_break`:
     the answer ends when a cycle of tokens came so many times in a row (`engine.loops`); 0: it may go on. `images`: in
-    the order of the prompt; their `Pixels` go beside the request.
+    the order of the prompt; their `Pixels` go beside the request. `scored`: the prompt's own tokens are told with their
+    log probabilities (`Scored`), so all of it is computed. `cache_salt`: prompts of another one share no cached prefix.
     """
 
     request_id: str
@@ -77,6 +78,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     guided: bool = False
     loop_break: int = 0
     images: tuple[ImageSpan, ...] = ()
+    scored: bool = False
+    cache_salt: str = ""
 
     @property
     def may_draft(self) -> bool:
@@ -127,6 +130,13 @@ class Tokens(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprob] = []
 
 
+class Scored(msgspec.Struct, frozen=True):
+    """Log probabilities of the prompt's next tokens, in order, from its second one on; all come before `Tokens`."""
+
+    request_id: str
+    logprobs: list[TokenLogprob]
+
+
 class Finished(msgspec.Struct, frozen=True):
     """The last event of a request. `stats` holds the answer's `x_engine_stats`."""
 
@@ -144,4 +154,4 @@ class Failed(msgspec.Struct, frozen=True):
     message: str
 
 
-Event = Started | Tokens | Finished | Failed
+Event = Started | Scored | Tokens | Finished | Failed
