@@ -1,10 +1,10 @@
 """Latent attention of decode rows on CUDA (see `kernels.attention`): a row of a lane sees its window ring, the rows of
 the same lane before it in the pass, and its selected compressed rows.
 
-Two launches. `_scores` reads every row once for all heads. `_values` reads it once more, a part of its width a program,
-with the largest score of all rows known: probabilities are rounded against it as the reference rounds them, in one
-order, and nothing is combined afterwards. Rings are read where they lie, by the address in the row's `meta`; new rows
-are beside them until the pass is over (`latents_triton.keep_rows`), so a row never sees one that comes later."""
+Two launches. `_attention_scores` reads every row once for all heads. `_attention_values` reads it once more, a part of
+its width a program, with the largest score of all rows known: probabilities are rounded against it as the reference
+rounds them, in one order, and nothing is combined afterwards. Rings are read where they lie, by the address in the row's
+`meta`; new rows are beside them until the pass is over (`latents_triton.keep_rows`), so a row never sees a later one."""
 
 import torch
 import triton
@@ -57,7 +57,7 @@ def _gathered(meta, row, block, held, pool, places, column, width, window, layer
 
 
 @triton.jit
-def _scores(
+def _attention_scores(
     query, cos, sin, meta, held, pool, places, scores, heads, width, window, layer, selected, scale,
     HP: tl.constexpr, BLOCK: tl.constexpr, CH: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _scores(
 
 
 @triton.jit
-def _values(
+def _attention_values(
     scores, cos, sin, meta, held, pool, places, sink, out, heads, width, window, layer, selected,
     HP: tl.constexpr, BLOCK: tl.constexpr, CH: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
@@ -143,11 +143,11 @@ def attend(
     out = torch.empty_like(query)
     shape = {"HP": max(16, triton.next_power_of_2(heads)), "BLOCK": BLOCK, "ROPE": 2 * cos.shape[1]}
     pool, places = held if pool is None else pool, meta if places is None else places
-    _scores[(rows, triton.cdiv(window + selected, BLOCK))](
+    _attention_scores[(rows, triton.cdiv(window + selected, BLOCK))](
         query, cos, sin, meta, held, pool, places, scores, heads, width, window, layer, selected, scale,
         CH=min(COLUMNS, triton.next_power_of_2(width)), num_warps=4, num_stages=2, **shape,
     )  # fmt: skip
-    _values[(rows, triton.cdiv(width, 64))](
+    _attention_values[(rows, triton.cdiv(width, 64))](
         scores, cos, sin, meta, held, pool, places, sink, out, heads, width, window, layer, selected, CH=64,
         num_warps=4, num_stages=2, **shape,
     )  # fmt: skip

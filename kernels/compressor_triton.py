@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.device import RECENT_TOKENS
 from kernels.rounding_triton import (
     FIRST_POSITION,
     FIRST_ROW,
@@ -26,11 +27,9 @@ from kernels.rounding_triton import (
     turned,
 )
 
-RECENT_TOKENS = 32  # more than a pass has rows: what an open group needs is never overwritten by the pass itself
-
 
 @triton.jit
-def _pool(
+def _compressor_pool(
     parts, meta, norm, latent, rows, width, eps, source, recent_tokens,
     RATIO: tl.constexpr, SPLIT: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +83,7 @@ def _pool(
 
 
 @triton.jit
-def _append(
+def _compressor_append(
     parts, meta, latent, k_norm, cos, sin, page_rows, page_keys, rows, eps, page_size,
     RATIO: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, DP: tl.constexpr, KEY: tl.constexpr,
     KP: tl.constexpr, ROPE: tl.constexpr,
@@ -104,12 +103,12 @@ def _append(
             x = fp4_ue8m0_groups(x.reshape(KP // 32, 32)).reshape(KP)
             tl.store(page_keys + place * KEY + c, x.to(tl.bfloat16), mask=there)
         else:
-            c = tl.arange(0, DP)
-            there = c < WIDTH
-            x = tl.load(latent + row * WIDTH + c, mask=there, other=0.0).to(tl.float32)
-            x = to_bf16(turned(x, cos, sin, row, WIDTH, ROPE, DP))
-            x = fp4_e4m3_groups(x.reshape(DP // 16, 16)).reshape(DP)
-            tl.store(page_rows + place * WIDTH + c, x.to(tl.bfloat16), mask=there)
+            d = tl.arange(0, DP)
+            live = d < WIDTH
+            y = tl.load(latent + row * WIDTH + d, mask=live, other=0.0).to(tl.float32)
+            y = to_bf16(turned(y, cos, sin, row, WIDTH, ROPE, DP))
+            y = fp4_e4m3_groups(y.reshape(DP // 16, 16)).reshape(DP)
+            tl.store(page_rows + place * WIDTH + d, y.to(tl.bfloat16), mask=live)
 
 
 def pool(parts: Tensor, meta: Tensor, norm: Tensor, eps: float, source: int, ratio: int) -> Tensor:
@@ -118,7 +117,7 @@ def pool(parts: Tensor, meta: Tensor, norm: Tensor, eps: float, source: int, rat
     splits, rows, _ = parts.shape
     width = norm.numel()
     latent = torch.empty(rows, width, dtype=torch.bfloat16, device=parts.device)
-    _pool[(rows,)](
+    _compressor_pool[(rows,)](
         parts, meta, norm, latent, rows, width, eps, source, RECENT_TOKENS, RATIO=ratio, SPLIT=splits,
         DP=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
@@ -133,7 +132,7 @@ def append(
     page_rows [.., d] and page_keys [.., key] bf16, `page_size` rows a page."""
     splits, rows, key = parts.shape
     width = latent.shape[1]
-    _append[(rows, 2)](
+    _compressor_append[(rows, 2)](
         parts, meta, latent, k_norm, cos, sin, page_rows, page_keys, rows, eps, page_size, RATIO=ratio, SPLIT=splits,
         WIDTH=width, DP=max(16, triton.next_power_of_2(width)), KEY=key, KP=max(32, triton.next_power_of_2(key)),
         ROPE=2 * cos.shape[1], num_warps=4,

@@ -10,7 +10,7 @@ from kernels.rounding_triton import fp8_groups, to_bf16
 
 
 @triton.jit
-def _activation(raw, out, columns, DIM: tl.constexpr):
+def _engram_rows(raw, out, columns, DIM: tl.constexpr):
     """A column's row: DIM bytes e4m3, then DIM / 32 scales -> bf16 of e4m3 with scales of its own."""
     row, column = tl.program_id(0), tl.program_id(1)
     raw += (row * columns + column) * (DIM + DIM // 32)
@@ -28,7 +28,7 @@ def _activation(raw, out, columns, DIM: tl.constexpr):
 
 
 @triton.jit
-def _mix(streams, projected, weight, hidden, S: tl.constexpr, DP: tl.constexpr):
+def _engram_mix(streams, projected, weight, hidden, S: tl.constexpr, DP: tl.constexpr):
     row, stream = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DP)
     inside = d < hidden
@@ -50,7 +50,7 @@ def activation(raw: Tensor) -> Tensor:
     rows, columns, row_bytes = raw.shape
     dim = row_bytes * 32 // 33
     out = torch.empty(rows, columns * dim, dtype=torch.bfloat16, device=raw.device)
-    _activation[(rows, columns)](raw, out, columns, DIM=dim, num_warps=1)
+    _engram_rows[(rows, columns)](raw, out, columns, DIM=dim, num_warps=1)
     return out
 
 
@@ -58,4 +58,6 @@ def mix_(streams: Tensor, projected: Tensor, weight: Tensor) -> None:
     """streams [R, S, D] bf16, changed in place; projected [R, (S + 1) * D] bf16: keys, then the value; weight
     [S, D]."""
     rows, width, hidden = streams.shape
-    _mix[(rows, width)](streams, projected, weight, hidden, S=width, DP=triton.next_power_of_2(hidden), num_warps=8)
+    _engram_mix[(rows, width)](
+        streams, projected, weight, hidden, S=width, DP=triton.next_power_of_2(hidden), num_warps=8
+    )

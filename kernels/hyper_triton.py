@@ -21,7 +21,7 @@ CHUNK = 64  # of the hidden size, a program's
 
 
 @triton.jit
-def _spread(
+def _hyper_spread(
     streams, output, post, comb, out, fn, partial, rows, hidden,
     S: tl.constexpr, GATES: tl.constexpr, GP: tl.constexpr, RP: tl.constexpr, CH: tl.constexpr,
     EXPAND: tl.constexpr, MIX: tl.constexpr,
@@ -60,7 +60,7 @@ def _spread(
 
 
 @triton.jit
-def _finish(
+def _hyper_finish(
     partial, scale, base, pre, post, comb, streams, pre_in, norm, plain, rounded, hidden, chunks, iterations,
     eps, norm_eps,
     S: tl.constexpr, GATES: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr, DP: tl.constexpr,
@@ -97,8 +97,8 @@ def _finish(
     x = to_bf16(x)
     if NORM:
         x = to_bf16(rms(x, tl.load(norm + d, mask=inside, other=0.0), hidden, norm_eps))
-        active = fp8_groups(x.reshape(DP // 32, 32)).reshape(DP)
-        tl.store(rounded + row * hidden + d, active.to(tl.bfloat16), mask=inside)
+    active = fp8_groups(x.reshape(DP // 32, 32)).reshape(DP)
+    tl.store(rounded + row * hidden + d, active.to(tl.bfloat16), mask=inside)
     tl.store(plain + row * hidden + d, x.to(tl.bfloat16), mask=inside)
 
 
@@ -138,7 +138,7 @@ def spread(streams: Tensor, output: Tensor | None, by: Mixed | None, fn: Tensor 
     out = streams if output is None else torch.empty_like(streams)
     partial = None if fn is None else torch.empty(rows, chunks, padded, device=streams.device)
     post, comb = (by.post, by.comb) if by is not None else (streams, streams)
-    _spread[(chunks,)](
+    _hyper_spread[(chunks,)](
         streams, streams if output is None else output, post, comb, out, streams if fn is None else fn,
         streams if partial is None else partial, rows, hidden, S=width, GATES=gates, GP=padded, RP=MAX_ROWS, CH=CHUNK,
         EXPAND=output is not None, MIX=fn is not None, num_warps=4,
@@ -152,7 +152,7 @@ def finish(partial: Tensor, streams: Tensor, pre: Tensor, mixer: Mixer) -> Mixed
     new = [torch.empty(rows, *shape, device=streams.device) for shape in ((width,), (width,), (width, width))]
     x, rounded = (torch.empty(rows, hidden, dtype=torch.bfloat16, device=streams.device) for _ in range(2))
     gates, padded, chunks = width * (2 + width), partial.shape[2], partial.shape[1]
-    _finish[(rows,)](
+    _hyper_finish[(rows,)](
         partial, mixer.scale, mixer.base, *new, streams, pre, mixer.norm, x, rounded, hidden, chunks, mixer.iterations,
         mixer.eps, mixer.norm_eps, S=width, GATES=gates, GP=padded, CP=triton.next_power_of_2(chunks),
         DP=max(32, triton.next_power_of_2(hidden)), MIX=True, NORM=True, num_warps=8,
@@ -160,13 +160,14 @@ def finish(partial: Tensor, streams: Tensor, pre: Tensor, mixer: Mixer) -> Mixed
     return Mixed(new[0], new[1], new[2], x, rounded)
 
 
-def collapse(streams: Tensor, pre: Tensor, norm: Tensor | None, norm_eps: float) -> Tensor:
-    """streams [R, S, D] bf16, pre [R, S] -> [R, D] bf16: `hyper.collapse`, rounded; normed where there is a norm."""
+def collapse(streams: Tensor, pre: Tensor, norm: Tensor | None, norm_eps: float) -> tuple[Tensor, Tensor]:
+    """streams [R, S, D] bf16, pre [R, S] -> [R, D] bf16: `hyper.collapse`, rounded; normed where there is a norm; and
+    the same rounded as activation."""
     rows, width, hidden = streams.shape
     x, rounded = (torch.empty(rows, hidden, dtype=torch.bfloat16, device=streams.device) for _ in range(2))
-    _finish[(rows,)](
+    _hyper_finish[(rows,)](
         streams, streams, streams, streams, streams, streams, streams, pre, streams if norm is None else norm, x,
         rounded, hidden, 1, 1, 0.0, norm_eps, S=width, GATES=1, GP=2, CP=1,
         DP=max(32, triton.next_power_of_2(hidden)), MIX=False, NORM=norm is not None, num_warps=8,
     )  # fmt: skip
-    return x
+    return x, rounded

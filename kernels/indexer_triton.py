@@ -32,7 +32,7 @@ UNLIMITED = 1 << 40
 
 
 @triton.jit
-def _query(
+def _index_query(
     parts, cos, sin, out, rows, heads,
     SPLIT: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,7 @@ def _query(
 
 
 @triton.jit
-def _scores(
+def _index_scores(
     query, weight_parts, meta, page_keys, kept, out, rows, heads, page_size, most, most_blocks, block_size, least,
     bound, factor, RATIO: tl.constexpr, SPLIT: tl.constexpr, HP: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, LIMITED: tl.constexpr,
@@ -81,7 +81,7 @@ def _scores(
 
 
 @triton.jit
-def _blocks(
+def _index_blocks(
     score, meta, out, most, most_blocks, bound,
     RATIO: tl.constexpr, SIZE: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +131,7 @@ def _border(score, length, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _select(
+def _index_select(
     score, meta, places, page_size, most, least,
     RATIO: tl.constexpr, COUNT: tl.constexpr, CP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +166,7 @@ def _select(
 
 
 @triton.jit
-def _keep(
+def _index_keep(
     score, meta, kept, most_blocks, bound, blocks,
     RATIO: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +195,7 @@ def query(parts: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     splits, rows, columns = parts.shape
     dim = columns // heads
     out = torch.empty(rows, heads, dim, dtype=torch.bfloat16, device=parts.device)
-    _query[(rows, heads)](
+    _index_query[(rows, heads)](
         parts, cos, sin, out, rows, heads, SPLIT=splits, DIM=dim, DP=max(32, triton.next_power_of_2(dim)),
         ROPE=2 * cos.shape[1], num_warps=1,
     )  # fmt: skip
@@ -210,7 +210,7 @@ def scores(
     of rows that see more than `least` entries. kept [R, most_blocks] uint8: outside its blocks of a row that sees more
     than `bound` entries scores are -inf."""
     rows, heads, dim = query.shape
-    _scores[(rows, PROGRAMS)](
+    _index_scores[(rows, PROGRAMS)](
         query, weight_parts, meta, page_keys, out if kept is None else kept, out, rows, heads, page_size, out.shape[1],
         0 if kept is None else kept.shape[1], block_size, least, bound, dim**-0.5 * heads**-0.5, RATIO=ratio,
         SPLIT=len(weight_parts), HP=max(16, triton.next_power_of_2(heads)), DIM=dim,
@@ -223,7 +223,7 @@ def select(
 ) -> None:  # fmt: skip
     """score [R, most] of rows that see more than `least` entries -> places [R, count] int32."""
     rows, count = places.shape
-    _select[(rows,)](
+    _index_select[(rows,)](
         score, meta, places, page_size, score.shape[1], least, RATIO=ratio, COUNT=count,
         CP=triton.next_power_of_2(count), BLOCK=SCANNED, num_warps=8,
     )  # fmt: skip
@@ -236,10 +236,10 @@ def keep_blocks(
     block_scores [R, most_blocks] fp32 is written on the way."""
     rows, most_blocks = kept.shape
     bound = blocks * block_size
-    _blocks[(rows, PROGRAMS)](
+    _index_blocks[(rows, PROGRAMS)](
         score, meta, block_scores, score.shape[1], most_blocks, bound, RATIO=ratio, SIZE=block_size,
         SP=triton.next_power_of_2(block_size), BLOCK=64, num_warps=4,
     )  # fmt: skip
-    _keep[(rows,)](
+    _index_keep[(rows,)](
         block_scores, meta, kept, most_blocks, bound, blocks, RATIO=ratio, SIZE=block_size, BLOCK=SCANNED, num_warps=8
     )

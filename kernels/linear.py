@@ -45,6 +45,11 @@ def stacked(*matrices: Matrix) -> Matrix:
     )
 
 
+def rows_of(matrix: Matrix, first: int, last: int) -> Matrix:
+    """A view of these rows; of an FP8 matrix `first` begins a block of scales."""
+    return matrix[first:last] if isinstance(matrix, Tensor) else matrix.rows(first, last)
+
+
 def rounded_product(x: Tensor, weight: Matrix) -> Tensor:
     """x [T, K] fp32, rounded as activation; weight [N, K], fp32 as dequantised at load or FP8 -> [T, N] fp32.
 

@@ -11,7 +11,7 @@ from kernels import device
 INTERPRETED: tl.constexpr = tl.constexpr(device.INTERPRETED)
 
 # What a row of a decode step is told about itself, int64 a field. Addresses are of the lane's own memory.
-ROW_FIELDS: tl.constexpr = tl.constexpr(8)
+ROW_FIELDS: tl.constexpr = tl.constexpr(device.ROW_FIELDS)
 TOKEN: tl.constexpr = tl.constexpr(0)
 POSITION: tl.constexpr = tl.constexpr(1)
 LANE: tl.constexpr = tl.constexpr(2)

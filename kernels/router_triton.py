@@ -28,9 +28,15 @@ class Routed:
 
 @triton.jit
 def _log1p(y):
-    """log(1 + y) for y > 0, also where 1 + y keeps few bits of y (Kahan)."""
-    u = 1.0 + y
-    return tl.where(u == 1.0, y, tl.log(u) * y / tl.where(u == 1.0, 1.0, u - 1.0))
+    """log(1 + y) for y > 0 to the last bits, which the machine's own logarithm misses beside 1: of y itself where it is
+    small, else of 1 + y as a power of two and a rest in [0.75, 1.5)."""
+    bits = (1.0 + y).to(tl.int32, bitcast=True)
+    power = tl.where(y < 0.5, 0, (bits - 0x3F400000) >> 23)
+    rest = tl.where(y < 0.5, y, (bits - (power << 23)).to(tl.float32, bitcast=True) - 1.0)
+    s = tl.div_rn(rest, 2.0 + rest)
+    square = s * s
+    series = 1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9 + square * (1.0 / 11))))
+    return 2.0 * s + 2.0 * s * square * series + power.to(tl.float32) * 0.6931471805599453
 
 
 @triton.jit

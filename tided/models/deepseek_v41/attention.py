@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import latent_attention
-from kernels.linear import Matrix, fp8_linear, grouped_linear
+from kernels.linear import Matrix, fp8_linear, grouped_linear, rows_of, stacked
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
 from kernels.rope import rotate_
@@ -30,10 +30,9 @@ class Attention:
     window: int
     head_dim: int
     eps: float
-    wq_a: Matrix
+    inputs: Matrix  # wq_a over wkv
     q_norm: Tensor
     wq_b: Matrix  # this rank's heads
-    wkv: Matrix
     kv_norm: Tensor
     wo_a: Matrix  # [groups * o rank, heads of a group * head_dim], this rank's groups
     wo_b: Matrix  # [D, this rank's groups * o rank]
@@ -42,6 +41,14 @@ class Attention:
     indexer: Indexer | None
     pool: Pool
     numerics: Numerics
+
+    @property
+    def wq_a(self) -> Matrix:
+        return rows_of(self.inputs, 0, self.q_norm.numel())
+
+    @property
+    def wkv(self) -> Matrix:
+        return rows_of(self.inputs, self.q_norm.numel(), self.inputs.shape[0])
 
     def forward(self, step: Pass, x: Tensor) -> Tensor:
         """x [T, D] -> [T, D] fp32: the part of this rank's heads, to be summed over the ranks and then rounded."""
@@ -139,10 +146,9 @@ def load_attention(
         t.sliding_window,
         t.head_dim,
         t.rms_norm_eps,
-        wq_a=weights.fp8("wq_a"),
+        inputs=stacked(weights.fp8("wq_a"), weights.fp8("wkv")),
         q_norm=weights.plain("q_norm.weight"),
         wq_b=weights.fp8("wq_b", rows=head_rows),
-        wkv=weights.fp8("wkv"),
         kv_norm=weights.plain("kv_norm.weight"),
         wo_a=weights.fp8("wo_a", rows=group_rows),
         wo_b=weights.fp8("wo_b", columns=group_rows),

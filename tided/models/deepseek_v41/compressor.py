@@ -22,8 +22,7 @@ class Compressor:
     layer: int
     ratio: int
     eps: float
-    wkv: Tensor  # [d, D]
-    wgate: Tensor | None  # [d, D]; None at ratio 1
+    inputs: Tensor  # [d, D], wkv; over it, but for ratio 1, wgate
     norm: Tensor  # [d]
     wk: Tensor  # [index dim, d]
     k_norm: Tensor  # [index dim]
@@ -38,8 +37,9 @@ class Compressor:
         if self.layer in step.written:
             return
         step.written.add(self.layer)
-        rows = matmul(x, self.wkv)
-        gates = rows if self.wgate is None else matmul(x, self.wgate)
+        width = self.norm.numel()
+        rows = matmul(x, self.inputs[:width])
+        gates = rows if self.ratio == 1 else matmul(x, self.inputs[width:])
         for span in step.spans:
             self._write_span(span, rows[span.rows], gates[span.rows])
 
@@ -84,12 +84,12 @@ def load_compressor(
 ) -> Compressor:
     """`weights` at `layers.L.attn`."""
     ratio = t.compress_ratios[layer]
+    inputs = ("wkv", "wgate") if ratio > 1 else ("wkv",)
     return Compressor(
         layer,
         ratio,
         t.rms_norm_eps,
-        wkv=weights.matrix("compressor.wkv.weight"),
-        wgate=weights.matrix("compressor.wgate.weight") if ratio > 1 else None,
+        inputs=torch.cat([weights.matrix(f"compressor.{name}.weight") for name in inputs]),
         norm=weights.plain("compressor.norm.weight"),
         wk=weights.matrix("indexer.wk.weight"),
         k_norm=weights.plain("indexer.k_norm.weight"),

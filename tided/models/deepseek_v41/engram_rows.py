@@ -97,14 +97,18 @@ class Asked:
     reads: list[Future[None]]
 
     def take(self, device: torch.device) -> Tensor:
-        """-> fp32 [T, columns * dim], dequantised. Raises DataError if a read failed, UnavailableError if one
-        hangs."""
+        """-> fp32 [T, columns * dim], dequantised; raises as `raw`."""
+        rows, dim = torch.from_numpy(self.raw()).flatten(0, 1), self.table.weight.row_bytes
+        weight = rows[:, :dim].contiguous().view(torch.float8_e4m3fn)
+        return fp8_rows(weight, rows[:, dim:].contiguous()).view(len(self.index), -1).to(device)
+
+    def raw(self) -> Bytes:
+        """-> [T, columns, row bytes] as the table holds them. Raises DataError if a read failed, UnavailableError if
+        one hangs."""
         try:
             for read in self.reads:
                 read.result(READ_TIMEOUT_S)  # begun in this order: it runs by now, or is done
         except TimeoutError as e:
             raise UnavailableError(f"the disk gave no Engram rows for {READ_TIMEOUT_S:.0f} s") from e
         self.table.remember(self.distinct[self.wanted], self.data[self.wanted])
-        rows, dim = torch.from_numpy(self.data[self.index.reshape(-1)]), self.table.weight.row_bytes
-        weight = rows[:, :dim].contiguous().view(torch.float8_e4m3fn)
-        return fp8_rows(weight, rows[:, dim:].contiguous()).view(len(self.index), -1).to(device)
+        return self.data[self.index]

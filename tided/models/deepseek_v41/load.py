@@ -13,8 +13,9 @@ from tided.errors import ConfigError
 from tided.experts.bank import ExpertBank
 from tided.models.deepseek_v41.attention import load_attention
 from tided.models.deepseek_v41.block import Block, load_hyper_connection
+from tided.models.deepseek_v41.captured import DecodeSteps
 from tided.models.deepseek_v41.config import Config, TextConfig, read_config
-from tided.models.deepseek_v41.drafter import load_drafter
+from tided.models.deepseek_v41.drafter import drafter_bytes, load_drafter
 from tided.models.deepseek_v41.engram import load_engrams
 from tided.models.deepseek_v41.model import DeepseekV41, Shape
 from tided.models.deepseek_v41.moe import load_moe
@@ -49,6 +50,13 @@ def context_bytes(config: Config, settings: Settings) -> int:
     layout = _layout(config.text_config, numerics_of(settings.model.numerics))
     pages = -(-settings.cache.pool_tokens // PAGE_TOKENS)
     return pages * layout.page_bytes
+
+
+def draft_bytes(config: Config, settings: Settings) -> int:
+    """Of the drafter and all of its experts on one rank. Raises ConfigError for a checkpoint without one."""
+    _require_drafter(config.text_config)
+    packed = settings.model.numerics == "native" and has_kernels(torch.device(settings.engine.device))
+    return drafter_bytes(config.text_config, expected_tensors(config), settings.parallel.ranks, packed)
 
 
 def load(
@@ -94,8 +102,7 @@ def with_drafter(model: DeepseekV41, checkpoint: Checkpoint, device: torch.devic
     """The model with its drafter, whose windows stand in a context behind the layers' own. Raises ConfigError for a
     checkpoint without one."""
     t = read_config(checkpoint.config).text_config
-    if not t.num_nextn_predict_layers:
-        raise ConfigError("this checkpoint has no drafter", hint='set draft = "off" in [engine]')
+    _require_drafter(t)
     packed, shape = model.numerics is NATIVE and has_kernels(device), model.context_shape
     weights = Weights(checkpoint, model.group, device, packed)
     drafter = load_drafter(
@@ -106,6 +113,7 @@ def with_drafter(model: DeepseekV41, checkpoint: Checkpoint, device: torch.devic
         model,
         tapped=t.dspark_target_layer_ids,
         drafter=drafter,
+        steps=DecodeSteps(),
         context_shape=replace(shape, layers=shape.layers + t.num_nextn_predict_layers),
     )
 
@@ -115,6 +123,11 @@ def with_vision(model: DeepseekV41, checkpoint: Checkpoint, rank: int, device: t
     vision = load_vision(Weights(checkpoint, model.group, device), read_config(checkpoint.config), rank, model.numerics)
     checkpoint.unmap()
     return replace(model, vision=vision)
+
+
+def _require_drafter(t: TextConfig) -> None:
+    if not t.num_nextn_predict_layers:
+        raise ConfigError("this checkpoint has no drafter", hint='set draft = "off" in [engine]')
 
 
 def _load_block(

@@ -1,7 +1,7 @@
 """The text path of DeepSeek-V4.1: prompt chunks and decode rows over paged context."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from tided.errors import ConfigError, ContextOverflowError
 from tided.images.geometry import Size
 from tided.models.base import Choose, Draft, LaneState, Pictured
 from tided.models.deepseek_v41.block import Block
+from tided.models.deepseek_v41.captured import DecodeSteps
 from tided.models.deepseek_v41.drafter import Drafter
 from tided.models.deepseek_v41.engram import Engrams
 from tided.models.deepseek_v41.step import Pass, Rotations
@@ -60,7 +61,14 @@ class DeepseekV41:
     numerics: Numerics
     tapped: tuple[int, ...] = ()  # layers whose input the drafter watches
     drafter: Drafter | None = None
+    steps: DecodeSteps = field(default_factory=DecodeSteps)  # of fixed shape, where kernels serve the device
     vision: Vision | None = None  # None: images are refused
+
+    @property
+    def remainder_layers(self) -> tuple[int, ...]:
+        """Layers whose compressed rows are of several tokens, so that a context may end inside one."""
+        compressors = (block.attention.compressor for block in self.blocks)
+        return tuple(one.layer for one in compressors if one is not None and one.ratio > 1)
 
     def open_lane(self, index: int) -> Context:
         context = Context(index, self.context_shape, self.norm.device)
@@ -104,11 +112,15 @@ class DeepseekV41:
         for context, count in zip(contexts, counts, strict=True):
             if count > 1:
                 context.begin_block(count)
-        parts, first = [], 0
-        for part in runs(counts):
+        parts, first, all_runs = [], 0, list(runs(counts))
+        for part in all_runs:
             count = sum(counts[part])
-            step = self.rotations.rows(contexts[part], counts[part])
-            parts.append(self.logits(self.run(step, token_ids[first : first + count], bounded=False)))
+            ids = token_ids[first : first + count]
+            if self.steps.serve(self, count):
+                parts.append(self.steps.run(self, contexts[part], counts[part], ids, len(all_runs) == 1))
+            else:
+                step = self.rotations.rows(contexts[part], counts[part])
+                parts.append(self.logits(self.run(step, ids, bounded=False)))
             first += count
         return torch.cat(parts)  # outside inference mode: an ordinary tensor
 

@@ -104,6 +104,11 @@ class Rotations:
         compressed = rotation(positions, self._compressed)
         return Pass(spans, positions, lane_of_row, plain, compressed)
 
+    def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """positions [R] -> cos and sin [R, r / 2] without compression, and with it."""
+        both = [torch.outer(positions.to(torch.float32), freqs) for freqs in (self._plain, self._compressed)]
+        return [(angles.cos(), angles.sin()) for angles in both]
+
     def at(self, positions: Tensor) -> Tensor:
         """Rotation of compressed rows that begin at these positions."""
         return rotation(positions, self._compressed)

@@ -1,0 +1,141 @@
+"""Decode steps of fixed shape against the CPU's: run by `test_decode_steps.py` in Triton's interpreter, and on a GPU,
+where they are captured too.
+
+python tests/models/decode_cases.py cpu|cuda [name of a case]"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.device import INTERPRETED
+from packers.shards import Checkpoint
+from tests.models.rig import CPU, GOLDEN, load_model, settings
+from tided.models.deepseek_v41 import load
+from tided.models.deepseek_v41.load import with_drafter
+
+DEVICE = torch.device(sys.argv[1] if __name__ == "__main__" else "cpu")
+draw = torch.Generator().manual_seed(3)
+NEAR = 0.05
+
+
+def loaded(device: torch.device, packed: bool) -> Any:
+    """The golden model, whose contexts pass its top-k and its candidate pool within a hundred tokens."""
+    load.has_kernels = lambda _: packed
+    config = settings(GOLDEN, pool_tokens=4096, context_tokens=512)
+    model = load_model(GOLDEN, config=config, device=device)
+    return with_drafter(model, Checkpoint.open(GOLDEN), device)
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    assert torch.isfinite(got).all()
+    return float((got.cpu() - wanted).norm() / wanted.norm())
+
+
+def opened(reference: Any, model: Any, lengths: list[int]) -> tuple[list[Any], list[Any]]:
+    """Lanes of the reference, and the same contexts to the bit in the model."""
+    mine, others = [], []
+    for index, length in enumerate(lengths):
+        lane = reference.open_lane(index)
+        reference.prefill(lane, torch.randint(3, 500, (length,), generator=draw), "none")
+        pages = [(0, reference.page_parts(lane, 0, len(lane.pages)))]
+        others.append(model.restore_lane(index, lane.position, reference.lane_parts(lane), pages))
+        mine.append(lane)
+    return mine, others
+
+
+def tokens(count: int) -> Tensor:
+    return torch.randint(3, 500, (count,), generator=draw)
+
+
+def check_contexts(reference: Any, lanes: list[Any], model: Any, others: list[Any]) -> None:
+    """Rings (the drafter's too), open groups, tails, and what was written to the pages."""
+    for lane, other in zip(lanes, others, strict=True):
+        assert (lane.position, lane.tail.tolist()) == (other.position, other.tail.tolist())
+        wanted, got = reference.lane_parts(lane), model.lane_parts(other)
+        wanted |= {f"page.{k}": v for k, v in reference.page_parts(lane, 0, len(lane.pages)).items()}
+        got |= {f"page.{k}": v for k, v in model.page_parts(other, 0, len(other.pages)).items()}
+        assert wanted.keys() == got.keys()
+        for name, part in wanted.items():
+            assert name == "tail" or error(got[name].float(), part.float()) < NEAR, f"{name} of lane {lane.index}"
+
+
+def case_steps() -> None:
+    reference, model = loaded(CPU, False), loaded(DEVICE, True)
+    lanes, others = opened(reference, model, [3, 101] if INTERPRETED else [3, 60, 101])
+    for step in range(2 if INTERPRETED else 8):
+        ids = tokens(len(lanes))
+        wanted, got = reference.decode(lanes, ids), model.decode(others, ids)
+        print(f"  step {step}: {[round(error(got[i], wanted[i]), 4) for i in range(len(lanes))]}")
+        assert error(got, wanted) < NEAR
+    check_contexts(reference, lanes, model, others)
+    demand = [
+        (one.blocks[0].moe.bank.tap.counts.cpu(), one.blocks[0].moe.bank.tap.totals.cpu()) for one in (reference, model)
+    ]
+    assert (demand[0][0] - demand[1][0]).abs().sum() <= demand[0][0].sum() * 5 * NEAR  # one rounding, other experts
+    assert torch.equal(demand[0][1][:, 0], demand[1][1][:, 0])
+
+
+def case_blocks() -> None:
+    """Several rows of a lane in one step are as many steps, and rows taken back leave no trace."""
+    reference, model = loaded(CPU, False), loaded(DEVICE, True)
+    lanes, others = opened(reference, model, [95])
+    truth, wrong = tokens(5), tokens(2)
+    model.decode(others, torch.cat([truth[:2], wrong]), [4])
+    model.keep(others[0], 2)
+    rows = model.decode(others, truth[2:], [3])
+    model.keep(others[0], 3)
+    wanted = torch.cat([reference.decode(lanes, truth[i : i + 1]) for i in range(5)])
+    print(f"  {error(rows, wanted[2:]):.4f}")
+    assert error(rows, wanted[2:]) < NEAR
+    check_contexts(reference, lanes, model, others)
+
+
+def case_captured() -> None:
+    """A replayed step has the bits of an eager one, whatever the lanes; its demand too."""
+    if DEVICE.type != "cuda":
+        return
+    reference = loaded(CPU, False)
+    eager, captured = loaded(DEVICE, True), loaded(DEVICE, True)
+    eager.steps.captures = False
+    _, own = opened(reference, eager, [3, 60, 101, 127])
+    state = draw.get_state()
+    contexts = [
+        captured.restore_lane(
+            lane.index, lane.position, eager.lane_parts(lane), [(0, eager.page_parts(lane, 0, len(lane.pages)))]
+        )
+        for lane in own
+    ]
+    draw.set_state(state)
+    for which in ([0], [1, 2, 3], [0], [2, 0, 3], [1], [3, 2, 1], [0, 1, 2, 3], [3, 1, 0, 2]):
+        ids = tokens(len(which))
+        wanted, got = (
+            one.decode([lanes[i] for i in which], ids) for one, lanes in ((eager, own), (captured, contexts))
+        )
+        assert torch.equal(wanted, got), f"lanes {which}"
+    for rows in ([3, 1], [2, 2], [1, 3]):
+        ids = tokens(4)
+        for one, lanes in ((eager, own), (captured, contexts)):
+            one.decode(lanes[:2], ids, rows)
+            for lane, count in zip(lanes, rows, strict=False):
+                one.keep(lane, 1 + (count > 2))
+    ids = tokens(4)
+    assert torch.equal(eager.decode(own, ids), captured.decode(contexts, ids))
+    for one, other in zip(own, contexts, strict=True):
+        for name, part in eager.lane_parts(one).items():
+            assert torch.equal(part, captured.lane_parts(other)[name]) or name == "tail", name
+    taps = [one.blocks[0].moe.bank.tap for one in (eager, captured)]
+    assert torch.equal(taps[0].counts[1:], taps[1].counts[1:])
+    graphs = [made.pieces for made in captured.steps._prepared.values()]
+    assert all(graphs), "a number of rows was never captured"
+    print(f"  row counts in graphs: {list(captured.steps._prepared)}, pieces: {len(graphs[0])}")
+
+
+CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
+
+if __name__ == "__main__":
+    for name in sys.argv[2:] or CASES:
+        print(name)
+        CASES[name]()
+    print("ok")

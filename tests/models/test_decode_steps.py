@@ -1,0 +1,30 @@
+"""Decode steps of fixed shape, captured and not: in Triton's interpreter on a CPU, and on a GPU where there is one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES, ROOT = Path(__file__).with_name("decode_cases.py"), Path(__file__).parents[2]
+
+
+def run(device: str, *cases: str, **environment: str) -> str:
+    """A process of its own: the interpreter is chosen when Triton is imported."""
+    ran = subprocess.run(
+        [sys.executable, str(CASES), device, *cases],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_in_the_interpreter_they_are_the_cpu_s():
+    assert run("cpu", "blocks", TRITON_INTERPRET="1").endswith("ok\n")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_they_are_the_cpu_s_captured_or_not():
+    assert run("cuda").endswith("ok\n")

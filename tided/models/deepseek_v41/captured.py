@@ -1,0 +1,235 @@
+"""Decode steps as CUDA graphs: one for each number of rows, in as many pieces as there are places where Engram rows
+must have come from the disk.
+
+The first step of a number of rows runs eagerly: it is a real step, and it compiles the kernels. Then the same code is
+captured, which runs nothing, so no warm-up serves nobody and none leaves demand behind. From then on a step is: a copy
+of what its rows are (positions, and the addresses of their lanes' memory), the pieces, and the logits. Whatever else
+changes between steps is read where it lies: routing tables and expert slots, pages, rings. The host reads nothing.
+
+A lane's rows of an open group (`Remainder`) are views of the ring where the kernels keep them, so a context can be
+copied, parked and taken back as anywhere else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from kernels.device import RECENT_TOKENS, ROW_FIELDS
+from kernels.linear import Fp8Matrix
+from kernels.rows import ROWS
+from tided.cache.context import Context, Remainder
+from tided.models.deepseek_v41.step import Pass, Span
+
+if TYPE_CHECKING:
+    from kernels.router_triton import Routed
+    from tided.models.deepseek_v41.decode import DecodeStep, Scratch
+    from tided.models.deepseek_v41.model import DeepseekV41
+
+
+class Recent:
+    """A lane's newest projections of layers that compress several tokens: [layers, RECENT_TOKENS, 2, d] fp32, rows and
+    gates, a token's by its position."""
+
+    def __init__(self, model: "DeepseekV41") -> None:
+        self._ratios = {layer: model.blocks[layer].attention.ratio for layer in model.remainder_layers}
+        shape = (max(1, len(self._ratios)), RECENT_TOKENS, 2, model.context_shape.head_dim)
+        self.data: Tensor = torch.zeros(shape, device=model.norm.device)
+        self._views: dict[tuple[int, int], Remainder] = {}
+
+    def open_groups(self, end: int) -> dict[int, Remainder]:
+        """What a context of `end` tokens has of groups that are open."""
+        return {layer: self._view(layer, end, end % ratio) for layer, ratio in self._ratios.items() if end % ratio}
+
+    def adopt(self, context: Context) -> None:
+        """What the context holds of open groups, if others than the kernels left it."""
+        for layer, held in context.remainders.items():
+            mine = self._view(layer, context.position, len(held.rows))
+            if held.rows.data_ptr() != mine.rows.data_ptr():
+                mine.rows.copy_(held.rows)
+                mine.gates.copy_(held.gates)
+
+    def _view(self, layer: int, end: int, count: int) -> Remainder:
+        """A group begins at a multiple of its size, and so does not wrap."""
+        first, place = (end - count) % RECENT_TOKENS, list(self._ratios).index(layer)
+        if (layer, end % RECENT_TOKENS) not in self._views:
+            rows = self.data[place, first : first + count]
+            self._views[layer, end % RECENT_TOKENS] = Remainder(rows[:, 0], rows[:, 1])
+        return self._views[layer, end % RECENT_TOKENS]
+
+
+@dataclass
+class Prepared:
+    """A number of rows: the step, its inputs on the host, and its pieces once they are captured. Each piece is a graph
+    and the Engram layer that comes behind it."""
+
+    step: "DecodeStep"
+    host: dict[int, Tensor]
+    meta: Tensor
+    copied: Any = None  # the event behind the last copy of `host` and `meta`
+    pieces: list[tuple[Any, int | None]] | None = None
+
+
+class DecodeSteps:
+    """Of one model. Used by the engine's thread alone."""
+
+    def __init__(self) -> None:
+        self.captures = True  # False: every step runs eagerly
+        self._prepared: dict[int, Prepared] = {}
+        self._recent: WeakKeyDictionary[Context, Recent] = WeakKeyDictionary()
+        self._scratch: Scratch | None = None
+        self._memory: Any = None  # of all graphs: they run one after another
+
+    def serve(self, model: "DeepseekV41", rows: int) -> bool:
+        """Whether steps of so many rows are computed here: weights that only kernels read, a shape that they know."""
+        streams, window = model.blocks[0].hc_attn.streams, model.context_shape.window
+        ratios = {block.attention.ratio for block in model.blocks} - {0}
+        known = streams & (streams - 1) == 0 and window % 32 == 0 and all(RECENT_TOKENS % n == 0 for n in ratios)
+        return known and rows <= ROWS and isinstance(model.blocks[0].attention.inputs, Fp8Matrix)
+
+    @torch.inference_mode()
+    def run(
+        self, model: "DeepseekV41", contexts: list[Context], counts: Sequence[int], token_ids: Tensor, alone: bool
+    ) -> Tensor:
+        """token_ids [R] of the lanes' next tokens, whose pages are there -> logits [R, V] of its own. Moves the lanes
+        on. Not `alone`: other rows follow before the demand of these is added up, so it is copied."""
+        rows = len(token_ids)
+        made = self._prepared.get(rows) or self._prepare(model, rows)
+        spans = [
+            Span(lane, lane.position + i, first, 1)
+            for first, (lane, i) in enumerate(
+                (lane, i) for lane, n in zip(contexts, counts, strict=True) for i in range(n)
+            )
+        ]
+        meta, ids = made.step.inputs.meta, token_ids.cpu().numpy()
+        step = Pass(spans, meta[:, 1], meta[:, 2], meta, meta)
+        asked = model.engrams.ask(step, ids)
+        if made.copied is not None:
+            made.copied.synchronize()  # of the step before: long done
+        self._describe(model, made, spans, ids)
+        urgent = model.blocks[0].moe.bank.urgent
+        made.step.waiting = step if urgent is not None and urgent.active else None
+
+        def fetch(layer: int) -> None:
+            made.host[layer].copy_(torch.from_numpy(asked[layer].raw()))
+            made.step.inputs.engram[layer].copy_(made.host[layer], non_blocking=True)
+            self._copied(made)
+
+        if made.pieces is None or made.step.waiting is not None:
+            for layer in made.step.parts():
+                fetch(layer)
+        else:
+            for graph, follows in made.pieces:
+                graph.replay()
+                if follows is not None:
+                    fetch(follows)
+        assert made.step.logits is not None
+        logits = made.step.logits.clone()
+        if made.step.waiting is None:
+            routed = made.step.inputs.routed
+            self._record(
+                model, step, routed if alone else replace(routed, **{k: v.clone() for k, v in vars(routed).items()})
+            )
+            if made.pieces is None and self.captures and logits.is_cuda:
+                made.pieces = self._capture(made.step)
+        for span in spans:
+            left = self._recent[span.lane].open_groups(span.end)
+            if span.after is not None:
+                span.after.remainders.update(left)
+            span.lane.remainders, span.lane.position = left, span.end
+        return logits
+
+    def _describe(self, model: "DeepseekV41", made: Prepared, spans: list[Span], ids: Any) -> None:
+        """Tells the device what the rows are, in one copy."""
+        fields, first = made.meta.numpy(), {}
+        for row, span in enumerate(spans):
+            lane = span.lane
+            if lane not in first:
+                first[lane] = (row, span.start)
+                if lane not in self._recent:
+                    self._recent[lane] = Recent(model)
+                self._recent[lane].adopt(lane)
+            addresses = (t.data_ptr() for t in (lane.windows, lane.page_table, self._recent[lane].data))
+            fields[row] = (ids[row], span.start, lane.index, *addresses, *first[lane])
+        made.step.inputs.meta.copy_(made.meta, non_blocking=True)
+        self._copied(made)
+
+    def _copied(self, made: Prepared) -> None:
+        if made.step.inputs.meta.is_cuda:
+            made.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            made.copied.record()
+
+    def _record(self, model: "DeepseekV41", step: Pass, routed: "Routed") -> None:
+        """What the rows wanted, as the layers would have told."""
+        tap = model.blocks[0].moe.bank.tap
+        for block in model.blocks:
+            layer = block.moe.layer
+            wish = (routed.wanted[layer], routed.wanted_scores[layer], routed.wanted_weights[layer])
+            tap.record(layer, step.lane_of_row, *wish, routed.missed[layer])
+
+    def _prepare(self, model: "DeepseekV41", rows: int) -> Prepared:
+        from kernels.router_triton import Routed  # a compiler, which a CPU need not have
+        from tided.models.deepseek_v41.decode import DecodeStep, Inputs
+
+        device, on_cuda = model.norm.device, model.norm.is_cuda
+        layers, moe = len(model.blocks), model.blocks[0].moe
+        shape = model.context_shape
+
+        def of(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(layers, rows, moe.top_k, dtype=dtype, device=device)
+
+        def host(*sizes: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, pin_memory=on_cuda)
+
+        routed = Routed(
+            weights=of(torch.float32),
+            slots=of(torch.int32),
+            wanted=of(torch.int64),
+            wanted_scores=of(torch.float32),
+            wanted_weights=of(torch.float32),
+            missed=of(torch.bool),
+        )
+        on_host = {
+            layer: host(rows, part.hashing.primes.size, part.table.row_bytes, dtype=torch.uint8)
+            for layer, part in model.engrams.layers.items()
+        }
+        inputs = Inputs(
+            meta=torch.zeros(rows, ROW_FIELDS, dtype=torch.int64, device=device),
+            engram={layer: memory.to(device) for layer, memory in on_host.items()},
+            held=torch.zeros(shape.layers, rows, shape.head_dim, dtype=shape.dtype, device=device),
+            routed=routed,
+        )
+        self._scratch = self._scratch or _scratch(model)
+        made = Prepared(DecodeStep(model, inputs, self._scratch), on_host, host(rows, ROW_FIELDS, dtype=torch.int64))
+        self._prepared[rows] = made
+        return made
+
+    def _capture(self, step: "DecodeStep") -> list[tuple[Any, int | None]]:
+        """Nothing runs. Threads that read experts go on using their own streams meanwhile."""
+        pieces: list[tuple[Any, int | None]] = []
+        parts = step.parts()
+        layer: int | None = -1
+        while layer is not None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                layer = next(parts, None)
+            self._memory = self._memory or graph.pool()
+            pieces.append((graph, layer))
+        return pieces
+
+
+def _scratch(model: "DeepseekV41") -> "Scratch":
+    from tided.models.deepseek_v41.decode import Scratch
+
+    device = model.norm.device
+    indexers = [block.attention.indexer for block in model.blocks if block.attention.indexer is not None]
+    most = max((model.context_tokens // one.ratio for one in indexers), default=1)
+    blocks = -(-most // min((one.block_size for one in indexers), default=1))
+    return Scratch(
+        scores=torch.empty(ROWS, most, device=device),
+        block_scores=torch.empty(ROWS, blocks, device=device),
+        kept=torch.zeros(ROWS, blocks, dtype=torch.uint8, device=device),
+        places=torch.empty(ROWS, max((one.top_k for one in indexers), default=1), dtype=torch.int32, device=device),
+    )
