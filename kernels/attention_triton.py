@@ -3,8 +3,9 @@ the same lane before it in the pass, and its selected compressed rows.
 
 Two launches. `_attention_scores` reads every row once for all heads. `_attention_values` reads it once more, a part of
 its width a program, with the largest score of all rows known: probabilities are rounded against it as the reference
-rounds them, in one order, and nothing is combined afterwards. Rings are read where they lie, by the address in the row's
-`meta`; new rows are beside them until the pass is over (`latents_triton.keep_rows`), so a row never sees a later one."""
+rounds them, in one order, and nothing is combined afterwards. Rings are read where they lie, by the address in the
+row's `meta`; new rows are beside them until the pass is over (`latents_triton.keep_rows`), so a row never sees a later
+one."""
 
 import torch
 import triton

@@ -9,6 +9,7 @@ the one before. Nothing of a proposal is kept. The windows are the last rings of
 a context keeps them too.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,10 +33,16 @@ from tided.models.deepseek_v41.attention import Attention, load_attention
 from tided.models.deepseek_v41.block import Block, load_hyper_connection
 from tided.models.deepseek_v41.config import TextConfig
 from tided.models.deepseek_v41.moe import load_moe
-from tided.models.deepseek_v41.names import expert_names
+from tided.models.deepseek_v41.names import Inventory, expert_names
 from tided.models.deepseek_v41.step import Pass, Rotations, Span
 from tided.models.deepseek_v41.weights import Weights
 from tided.models.parallel import Group
+
+# Bytes of an element in memory, as `Weights` keeps them: of what is not named 4.
+HELD = {"F8_E8M0": 0}
+PACKED = {"F8_E4M3": 1, "F8_E8M0": 1, "matrix": 2}
+MATRICES = ("ffn.gate.weight", "markov_head.head.weight")
+CUT = ("attn.wq_b.", "attn.wo_a.", "attn.wo_b.", "attn.attn_sink", "shared_experts.")  # over the ranks
 
 
 class DraftAttention(Attention):
@@ -144,8 +151,16 @@ def load_drafter(
     )
 
 
-def _draft_expert_names(block: int, expert: int) -> tuple[str, ...]:
-    return expert_names(f"mtp.{block}", expert)
+def drafter_bytes(t: TextConfig, inventory: Inventory, ranks: int, packed: bool) -> int:
+    """Of one rank's drafter and its experts: what `load_drafter` allocates of the tensors of `inventory`."""
+    record = ExpertRecord(t.hidden_size, t.moe_intermediate_size, ranks)
+    total = t.num_nextn_predict_layers * t.dspark_n_routed_experts * record.slot_bytes
+    for name, spec in inventory.items():
+        if name.startswith("mtp.") and ".experts." not in name:
+            kind = "matrix" if name.endswith(MATRICES) else str(spec.dtype)
+            each = (PACKED if packed else HELD).get(kind, 4)
+            total += each * math.prod(spec.shape) // (ranks if any(part in name for part in CUT) else 1)
+    return total
 
 
 def _bank(checkpoint: Checkpoint, t: TextConfig, group: Group, device: torch.device) -> ExpertBank:
