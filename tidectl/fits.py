@@ -28,6 +28,7 @@ class Dimensions(msgspec.Struct, frozen=True):
     moe_intermediate_size: int
     hidden_size: int
     vocab_size: int
+    num_nextn_predict_layers: int = 0
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -87,6 +88,9 @@ def _faults(settings: Settings, model: Dimensions) -> Iterator[_Fault]:
     if context > longest:
         message = f"'cache.context_tokens' is {context}, but the checkpoint reaches {longest} positions"
         yield _Fault("cache.context_tokens", message, "max_position_embeddings of its config.json")
+    if settings.engine.draft != "off" and not model.num_nextn_predict_layers:
+        message = f"'engine.draft' is {settings.engine.draft!r}, but the checkpoint has no drafter"
+        yield _Fault("engine.draft", message, 'num_nextn_predict_layers of its config.json; "off" needs none')
     if uneven := _uneven(settings.parallel.ranks, model):
         message = f"{settings.parallel.ranks} ranks cannot share this checkpoint: {', '.join(uneven)}"
         yield _Fault("parallel.ranks", message, "a number of ranks that divides each of them")

@@ -9,7 +9,7 @@ from tided.engine import devices
 from tided.engine.build import build_rank, open_model
 from tided.engine.devices import allocating, free_bytes, is_shortage, local_index, needs, refuse_shortage, use_device
 from tided.engine.offline import first_pairs, settings_of
-from tided.errors import UnavailableError
+from tided.errors import ConfigError, UnavailableError
 from tided.models.parallel import Alone
 from tided.settings import Cache, Engine, Experts, Parallel
 
@@ -57,6 +57,50 @@ def test_what_the_settings_ask_for_is_what_is_allocated():
     assert experts.nbytes == rank.bank.slots.nbytes
     pool = rank.model.pool
     assert context.nbytes == sum(t.nbytes for held in (pool.rows, pool.keys) for t in held.values()) > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_drafter_is_counted_with_its_experts(ranks):
+    model = with_settings(engine=Engine(draft="confidence"), parallel=Parallel(ranks=ranks))
+    rank = build_rank(model, Part(ranks), first_pairs(model), lambda *_: None)
+    (drafter,) = [need for need in needs(model) if need.what == "drafter"]
+    owned = rank.model.drafter
+    shared = {id(part) for part in (owned.head, owned.rotations, *vars(owned.rotations).values())}
+    parts = {id(part): part for part in tensors(owned, shared | {id(rank.model.pool)})}
+    assert 0 <= sum(part.nbytes for part in parts.values()) - drafter.nbytes < 2048  # routing tables, scales spread out
+    assert drafter.nbytes > owned.blocks[0].moe.bank.slots.nbytes > 0
+    assert [need.what for need in needs(with_settings())] == ["experts", "context"]
+
+
+class Part:
+    """The first rank's share of a group that nobody else is in."""
+
+    rank = 0
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+
+def tensors(holder, beside=frozenset()):
+    """All that an object holds, but what is held `beside` it."""
+    if id(holder) in beside:
+        return
+    if isinstance(holder, torch.Tensor):
+        yield holder
+    elif isinstance(holder, list | tuple):
+        for part in holder:
+            yield from tensors(part, beside)
+    elif hasattr(holder, "__dict__"):
+        yield from tensors(list(vars(holder).values()), beside)
+
+
+def test_a_checkpoint_without_a_drafter_is_refused_before_its_weights_are_read(monkeypatch):
+    model = with_settings(engine=Engine(draft="5"))
+    text = model.checkpoint.config["text_config"]
+    text["num_nextn_predict_layers"], text["compress_ratios"] = 0, text["compress_ratios"][: text["num_hidden_layers"]]
+    monkeypatch.setattr(type(model.checkpoint), "read", None)
+    with pytest.raises(ConfigError, match="no drafter"):
+        refuse_shortage(model, 0)
 
 
 @pytest.mark.parametrize("model", [huge_slots, huge_pool])

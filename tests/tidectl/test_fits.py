@@ -44,13 +44,19 @@ def test_a_profile_that_fits_says_nothing(tidectl: Tidectl, profile: Path, state
             "'tide.floor_per_layer' must be 0, or 3 to 4 with 8 residents, not 5",
         ),
         ("_tokens = 64", "_tokens = 65", 18, "'cache.context_tokens' is 65, but the checkpoint reaches 64 positions"),
+        (
+            "[experts]",
+            '[engine]\ndraft = "5"\n[experts]',
+            9,
+            "'engine.draft' is '5', but the checkpoint has no drafter",
+        ),
         ("ranks = 2", "ranks = 4", 9, "4 ranks cannot share this checkpoint: o_groups 2"),
     ],
 )
 def test_what_the_checkpoint_cannot_do_is_refused_by_line(
     tidectl: Tidectl, profile: Path, state: Path, old: str, new: str, column: int, message: str
 ) -> None:
-    line = change(profile, old, new) + ("[tide]" in new)
+    line = change(profile, old, new) + (new.startswith("[") and new != old)
     for command in (["profile", "check"], ["start"]):
         ran = tidectl(*command, str(profile))
         assert ran.exit_code == 78

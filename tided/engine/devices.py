@@ -60,6 +60,8 @@ def needs(opened: "OpenedModel") -> list[Need]:
         Need("experts", "experts.resident", slots * opened.record.slot_bytes),
         Need("context", "cache.pool_tokens", context),
     ]
+    if drafter := opened.family.drafter_bytes(opened.checkpoint.config, settings):
+        found.append(Need("drafter", "engine.draft", drafter))
     prompts = settings.cache.prefix_ram_bytes
     if prompts and (settings.engine.device == "cpu" or _is_unified()):  # a cache in the system's memory
         found.append(Need("cached prompts", "cache.prefix_ram_bytes", prompts))

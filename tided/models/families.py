@@ -34,6 +34,11 @@ class Family(Protocol):
         """Memory of the pool of contexts on one rank."""
         ...
 
+    def drafter_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+        """Memory of the drafter on one rank, its experts included; 0 where `engine.draft` asks for none. Raises
+        ConfigError where it asks for one that the checkpoint does not have."""
+        ...
+
     def vision_bytes(self, config: dict[str, Any]) -> int:
         """Memory of the vision tower on the rank that holds it; 0: the model has none."""
         ...

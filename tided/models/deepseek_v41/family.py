@@ -41,6 +41,9 @@ class DeepseekV41Family:
     def vision_bytes(self, config: dict[str, Any]) -> int:
         return tower_bytes(read_config(config))
 
+    def drafter_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+        return 0 if settings.engine.draft == "off" else load.draft_bytes(read_config(config), settings)
+
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
     ) -> DeepseekV41:
