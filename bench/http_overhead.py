@@ -61,7 +61,7 @@ class Source:
     def trace(self, request_id: str) -> None:
         return None
 
-    def expert_map(self) -> None:
+    def expert_map(self, slots: bool = False) -> None:
         return None
 
 

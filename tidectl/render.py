@@ -53,7 +53,7 @@ def _of_profile(profile: Path | None, as_ids: bool) -> tuple[bool, Tokenizer | N
 def conversation(family: Family, api: str, body: dict[str, Any], thinking: bool) -> Conversation:
     """Raises RequestError."""
     if api == "anthropic":
-        read, _ = parse_request(Fields(body), thinking, images=True, family=family)
+        read, _ = parse_request(Fields(body), thinking, family=family)
         return read
     if "options" in body:
         return _of_options(family, body, thinking)

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import suppress
-from pathlib import Path
 from typing import Self
 
 from packers.shards import Checkpoint
@@ -12,6 +11,7 @@ from tided.chat.families import Family, family_of
 from tided.chat.tokenizer import Tokenizer
 from tided.control.wire import listen_tcp
 from tided.engine.client import EngineClient
+from tided.images.geometry import Geometry
 from tided.settings import Settings
 
 
@@ -26,9 +26,10 @@ class Front:
         """Raises UnavailableError: port in use; DataError: checkpoint or tokenizer; ConfigError: key file."""
         listener = listen_tcp(settings.server.host, settings.server.port, "server.port")
         try:
-            tokenizer, family, identity = await asyncio.to_thread(_read, Path(settings.model.path))
+            tokenizer, family, identity, geometry = await asyncio.to_thread(_read, settings)
             client = EngineClient(settings.engine.lanes, settings.engine.queue, tokenizer.token_bytes)
-            door = await Door.open(build_app(client, tokenizer, family, settings, identity=identity), listener)
+            app = build_app(client, tokenizer, family, settings, identity=identity, geometry=geometry)
+            door = await Door.open(app, listener)
         except BaseException:
             listener.close()
             raise
@@ -40,6 +41,7 @@ class Front:
             await asyncio.wait_for(self._door.close(), timeout_s)
 
 
-def _read(path: Path) -> tuple[Tokenizer, Family, str]:
-    checkpoint = Checkpoint.open(path)
-    return Tokenizer.open(path), family_of(checkpoint.config), checkpoint.identity()
+def _read(settings: Settings) -> tuple[Tokenizer, Family, str, Geometry | None]:
+    checkpoint = Checkpoint.open(settings.model.path)
+    geometry = Geometry.of(checkpoint.config) if settings.vision.rank >= 0 else None
+    return Tokenizer.open(checkpoint.path), family_of(checkpoint.config), checkpoint.identity(), geometry

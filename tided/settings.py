@@ -250,6 +250,17 @@ class Vision(Section, frozen=True):
         int,
         _doc("numbers", "The rank that holds the vision tower and runs it; -1: none, images are refused.", ge=-1, le=63),
     ] = -1
+    max_images: Annotated[int, _doc("policy", "Most images of one request.", ge=1, le=1024)] = 32
+    max_image_bytes: Annotated[int, _doc("policy", "Largest file of an image.", ge=1024, le=1 << 29)] = 20_000_000
+    max_pixels: Annotated[
+        int, _doc("policy", "Most pixels of an image, by its header, before it is decoded.", ge=1, le=1 << 28)
+    ] = 100_000_000
+    decode_timeout_s: Annotated[float, _doc("policy", "Longest time to decode an image.", gt=0, le=600)] = 10.0
+    url_hosts: Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        _doc("policy", "Hosts that images are fetched from, by https; empty: images come as data URLs alone."),
+    ] = ()
+    url_timeout_s: Annotated[float, _doc("policy", "Longest time to fetch an image.", gt=0, le=600)] = 10.0
 
 
 class Settings(Section, frozen=True):

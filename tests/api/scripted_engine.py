@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from aiohttp import web
 from tided.api.context import Context
 from tided.chat.messages import Segment
 from tided.chat.tokenizer import Tokenizer
-from tided.engine.types import Event, Failed, Finished, Guide, Request, Started, Tokens
+from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Started, Tokens
 from tided.errors import RequestError
 from tided.settings import Cache, Experts, Model, Settings
 from tided.settings import Server as ServerSettings
@@ -26,6 +26,7 @@ class ScriptedAnswer:
 
     request: Request
     ids: Callable[[str], list[int]]
+    pixels: Sequence[Pixels] = ()
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     over: bool = False
     drawn: int = 0
@@ -86,10 +87,10 @@ class ScriptedEngine:
 
         self.play = play
 
-    def submit(self, request: Request, guide: Guide | None = None) -> ScriptedAnswer:
+    def submit(self, request: Request, guide: Guide | None = None, pixels: Sequence[Pixels] = ()) -> ScriptedAnswer:
         if self.refusal is not None:
             raise self.refusal
-        answer = ScriptedAnswer(request, self.ids)
+        answer = ScriptedAnswer(request, self.ids, pixels)
         self.answers.append(answer)
         if self.play is not None:
             self.play(answer)
@@ -104,8 +105,8 @@ class ScriptedEngine:
     def trace(self, request_id: str) -> dict[str, Any] | None:
         return {"request_id": "chatcmpl-1", "pairs": []} if request_id in ("chatcmpl-1", "latest") else None
 
-    def expert_map(self) -> dict[str, Any] | None:
-        return self.map
+    def expert_map(self, slots: bool = False) -> dict[str, Any] | None:
+        return self.map and self.map | ({"slots": [[0, -1]]} if slots else {})
 
     def figures(self) -> dict[str, float]:
         return self.counters

@@ -113,7 +113,7 @@ async def test_an_engine_that_drops_a_request_is_a_fault(server, engine):
 async def test_a_bug_is_an_error_without_its_insides(server, engine, caplog):
     text = "".join(("ins", "ides"))  # not as one word in a line that a traceback shows
 
-    def broken(request, guide):
+    def broken(request, guide, pixels):
         raise ValueError(text)
 
     engine.submit = broken

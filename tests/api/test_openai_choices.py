@@ -115,7 +115,7 @@ def guided(server, engine, ids):
     """guided(body, text) -> how many tokens of the text the request's guide allows, and whether all."""
     guides = []
     submit = engine.submit
-    engine.submit = lambda request, guide=None: (guides.append(guide), submit(request))[1]
+    engine.submit = lambda request, guide=None, pixels=(): (guides.append(guide), submit(request))[1]
 
     async def follow(body, text):
         engine.script("x")

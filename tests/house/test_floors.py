@@ -32,7 +32,7 @@ FLOORS: dict[str, set[str]] = {
     "tided.chat": set(),
     "tided.api": {"tided.chat", "tided.images"},
     # A rank: `daemon` the process, `life` its loop, `front` the HTTP side of it, `boot` the engine thread's side.
-    "tided.front": {"tided.api", "tided.chat", "tided.engine", "tided.control", "packers"},
+    "tided.front": {"tided.api", "tided.chat", "tided.engine", "tided.control", "tided.images.geometry", "packers"},
     "tided.boot": {
         "packers", "tided.tide", "tided.experts", "tided.models", "tided.engine", "tided.control", "tided.guard",
     },

@@ -75,4 +75,5 @@ class Answers:
             sum(generation.completion_tokens for generation in self.generations),
             sum(generation.cached_tokens for generation in firsts),
             sum(generation.reader.reasoning_tokens for generation in self.generations),
+            sum(generation.image_tokens for generation in firsts),
         )

@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from tided.api.anthropic_request import PreparedMessage, count_tokens, prepare_message
+from tided.api.anthropic_request import Counted, PreparedMessage, count_tokens, prepare_message
 from tided.api.anthropic_wire import MessageWire
 from tided.api.context import CONTEXT, NOTE
 from tided.api.exchange import answer_in_pieces, answer_whole, receive
@@ -19,11 +19,12 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
     with context.admission.place(request.content_length) as place:
         message = await receive(request, context, place, work)
-        generation = Generation(context.engine, message.prepared, context.served, context.limits.keepalive_s)
+        prepared = await context.images.seen(message.prepared)
+        generation = Generation(context.engine, prepared, context.served, context.limits.keepalive_s)
     note.generation = generation
     wire = MessageWire(generation, message.model, note.request_id)
     try:
-        if message.prepared.chat.stream:
+        if prepared.chat.stream:
             return await answer_in_pieces(request, context, generation, wire, note)
         return await answer_whole(context, generation, wire)
     finally:
@@ -35,9 +36,10 @@ async def count(request: web.Request) -> web.Response:
     """Needs no lane, and answers while all are busy."""
     context = request.app[CONTEXT]
 
-    def work(body: bytes | bytearray, alive: Alive) -> int:
+    def work(body: bytes | bytearray, alive: Alive) -> Counted:
         return count_tokens(body, context.served, alive)
 
     with context.admission.desk(request.content_length) as place:
-        tokens = await receive(request, context, place, work)
+        counted = await receive(request, context, place, work)
+        tokens = counted.tokens - len(counted.images) + await context.images.tokens(counted.images)
     return web.Response(text=to_json({"input_tokens": tokens}), content_type="application/json", charset="utf-8")

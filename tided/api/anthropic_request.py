@@ -7,10 +7,18 @@ import msgspec
 from tided.api.body import parse_object
 from tided.api.chat_request import MAX_STOP_CHARACTERS, MAX_STOPS, ChatRequest, fidelity_of, loop_break_of, sampling_of
 from tided.api.ids import new_id
-from tided.api.prepare import Prepared, prepare_chat
+from tided.api.prepare import Prepared, prepare_chat, rendered
 from tided.api.served import ServedModel
 from tided.chat.anthropic import parse_request
 from tided.chat.fields import Fields, refuse
+from tided.chat.messages import Image
+
+
+class Counted(msgspec.Struct, frozen=True):
+    """Tokens of a prompt, with one for each of `images`."""
+
+    tokens: int
+    images: tuple[Image, ...]
 
 
 class PreparedMessage(msgspec.Struct, frozen=True):
@@ -30,18 +38,18 @@ def prepare_message(body: bytes | bytearray, served: ServedModel, alive: Callabl
     return PreparedMessage(prepared, fields.string("model") or served.settings.model.served_name)
 
 
-def count_tokens(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> int:
+def count_tokens(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> Counted:
     """Tokens of the prompt that `prepare_message` would make, also of one that is too long."""
     fields = Fields(parse_object(body))
     alive()
     _check_others(fields)
     conversation, _ = parse_request(fields, served.settings.server.thinking, family=served.family)
-    prompt = served.family.encode_prompt(conversation)
+    prompt = rendered(conversation, served)
     count = 0
     for part in served.tokenizer.encode_in_parts(prompt.segments):
         alive()
         count += len(part)
-    return count
+    return Counted(count, prompt.images)
 
 
 def parse_message_request(body: Fields, served: ServedModel) -> ChatRequest:

@@ -12,6 +12,7 @@ from aiohttp import web
 from tided.api.admission import Admission
 from tided.api.auth import KeyRing, key_file
 from tided.api.context import CONTEXT, Context
+from tided.api.images import Images
 from tided.api.json_text import to_json
 from tided.api.metrics import METRICS, Metrics
 from tided.api.middleware import add_headers, observe
@@ -23,6 +24,7 @@ from tided.api.small_routes import numbers_of
 from tided.chat.families import Family
 from tided.chat.tokenizer import Tokenizer
 from tided.errors import ConfigError
+from tided.images.geometry import Geometry
 from tided.settings import Server, Settings
 
 log = logging.getLogger("tided.api")
@@ -36,8 +38,10 @@ def build_app(
     *,
     identity: str = "",
     limits: Limits | None = None,
+    geometry: Geometry | None = None,
 ) -> web.Application:
-    """`identity`: the checkpoint's content identity, part of the fingerprint that replies carry.
+    """`identity`: the checkpoint's content identity, part of the fingerprint that replies carry. `geometry`: of its
+    vision tower, where images are taken.
 
     Raises ConfigError for an unusable key file and for an address that needs one, DataError for a tokenizer without
     the model's special tokens.
@@ -55,6 +59,7 @@ def build_app(
         limits=limits,
         admission=Admission(engine, settings.engine.queue, settings.server.max_body_bytes),
         slots=Slots(limits.prepare_s),
+        images=Images(served, geometry, limits.prepare_s),
         fingerprint=_fingerprint(identity, settings),
     )
     app[METRICS] = Metrics(engine, settings.model.served_name, version("tidelm"))
@@ -89,3 +94,4 @@ def _fingerprint(identity: str, settings: Settings) -> str:
 async def _threads(app: web.Application) -> AsyncIterator[None]:
     yield
     app[CONTEXT].slots.close()
+    app[CONTEXT].images.close()

@@ -5,7 +5,7 @@ from typing import cast, get_args
 
 import msgspec
 
-from tided.api.messages import has_image, parse_messages, parse_tools
+from tided.api.messages import parse_messages, parse_tools
 from tided.api.served import ServedModel
 from tided.api.shape import parse_choice, parse_format
 from tided.api.thinking import resolve_thinking
@@ -60,7 +60,7 @@ def parse_chat_request(body: Fields, served: ServedModel) -> ChatRequest:
     if shape.bound and body.boolean("ignore_eos"):
         refuse("ignore_eos", "contradicts a grammar, which ends the answer")
     return ChatRequest(
-        conversation=_text_only(read_conversation(body, thinking, tools, shape, served.family)),
+        conversation=read_conversation(body, thinking, tools, shape, served.family),
         sampling=sampling_of(body, vocabulary_tokens),
         max_tokens=max_tokens_of(body),
         stops=stops_of(body),
@@ -82,12 +82,6 @@ def parse_chat_request(body: Fields, served: ServedModel) -> ChatRequest:
         reasoning_apart=body.boolean("separate_reasoning") is not False,
         shape=shape,
     )
-
-
-def _text_only(conversation: Conversation) -> Conversation:
-    if has_image(conversation.messages):
-        refuse("messages", "images are not supported by this server", code="image_input_not_supported")
-    return conversation
 
 
 def read_conversation(

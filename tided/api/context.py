@@ -11,6 +11,7 @@ from tided.api.admission import Admission
 from tided.api.answers import Answers
 from tided.api.auth import KeyRing
 from tided.api.generation import Generation
+from tided.api.images import Images
 from tided.api.ports import Engine, Limits
 from tided.api.served import ServedModel
 from tided.api.slots import Slots
@@ -28,6 +29,7 @@ class Context:
     limits: Limits
     admission: Admission
     slots: Slots
+    images: Images
     fingerprint: str
     started_s: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))

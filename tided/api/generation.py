@@ -73,7 +73,7 @@ class Generation:
         self.cached_tokens = 0
         self._engine = engine
         self._patience_s, self._cancelled_s = patience_s, math.inf
-        self._events = engine.submit(prepared.request, prepared.guides.open())
+        self._events = engine.submit(prepared.request, prepared.guides.open(), prepared.pixels)
 
     async def next(self, timeout_s: float) -> list[Delta] | None:
         """The next pieces, possibly none; None when nothing came in time. Raises the engine's fault."""
@@ -144,7 +144,12 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         prompt, completion = len(self.prepared.request.prompt_ids), self.completion_tokens
-        return usage_of(prompt, completion, self.cached_tokens, self.reader.reasoning_tokens)
+        return usage_of(prompt, completion, self.cached_tokens, self.reader.reasoning_tokens, self.image_tokens)
+
+    @property
+    def image_tokens(self) -> int:
+        """Of the prompt."""
+        return sum(image.tokens for image in self.prepared.request.images)
 
     @property
     def completion_tokens(self) -> int:
@@ -165,13 +170,13 @@ class Generation:
         }
 
 
-def usage_of(prompt: int, completion: int, cached: int, reasoning: int) -> dict[str, Any]:
+def usage_of(prompt: int, completion: int, cached: int, reasoning: int, images: int) -> dict[str, Any]:
     """Tokens as OpenAI names them, and DeepSeek."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached, "image_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached, "image_tokens": images},
         "completion_tokens_details": {"reasoning_tokens": reasoning},
         "prompt_cache_hit_tokens": cached,
         "prompt_cache_miss_tokens": prompt - cached,

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tided.chat.fields import Fields, refuse
@@ -44,8 +44,8 @@ def parse_tools(body: Fields) -> tuple[Tool, ...]:
     return tools
 
 
-def has_image(messages: Sequence[Message]) -> bool:
-    return any(isinstance(part, Image) for message in messages for part in message.parts)
+def images_of(messages: Sequence[Message]) -> Iterator[Image]:
+    return (part for message in messages for part in message.parts if isinstance(part, Image))
 
 
 def _message(value: Any, path: str) -> Message:
@@ -88,7 +88,10 @@ def _part(value: Any, path: str) -> Part:
     kind = fields.get("type")
     if kind == "image_url":
         image = value.get("image_url")
-        return Image((image if isinstance(image, str) else fields.fields("image_url").string("url")) or "")
+        url = image if isinstance(image, str) else fields.fields("image_url").string("url")
+        if not url:
+            refuse(fields.param("image_url"), "expected the URL of an image")
+        return Image(url, path)
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         fields.wrong("type", "text, input_text, refusal or image_url")
     text = fields.string(TEXT_PARTS[kind])

@@ -17,7 +17,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return prepare(body, context.served, alive)
 
     with context.admission.place(request.content_length) as place:
-        prepared = await receive(request, context, place, work)
+        prepared = await context.images.seen(await receive(request, context, place, work))
         if request.headers.get("x-engine-stats") == "0":
             prepared = prepared.without_stats()
         choices, keepalive_s = prepared.choices(), context.limits.keepalive_s

@@ -5,15 +5,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tided.engine.types import Event, Guide, Request
+from tided.engine.types import Event, Guide, Pixels, Request
 
 
 class Engine(Protocol):
     """`tided.engine.client.EngineClient`, as far as the API uses it. All of it runs on the loop and never blocks."""
 
-    def submit(self, request: Request, guide: Guide | None = None) -> AsyncIterator[Event]:
-        """Queues a request; `guide` is what its grammar lets it draw. Raises `QueueFullError`, or a
-        `RequestError` 503 when nothing is served, at once.
+    def submit(
+        self, request: Request, guide: Guide | None = None, pixels: Sequence[Pixels] = ()
+    ) -> AsyncIterator[Event]:
+        """Queues a request; `guide` is what its grammar lets it draw, `pixels` are its images'. Raises
+        `QueueFullError`, or a `RequestError` 503 when nothing is served, at once.
 
         A wait for the next event may be given up and taken up again; events that came together come joined.
         """

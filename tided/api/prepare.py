@@ -9,22 +9,27 @@ from tided.api.body import parse_object
 from tided.api.chat_request import ChatRequest, parse_chat_request
 from tided.api.guides import FREE_GUIDES, Guides, guides_for
 from tided.api.ids import new_id
+from tided.api.messages import images_of
 from tided.api.served import ServedModel
-from tided.chat.fields import Fields
-from tided.chat.messages import Prompt
+from tided.chat.fields import Fields, refuse
+from tided.chat.messages import Conversation, Image, Prompt
 from tided.chat.tokenizer import Tokenizer
-from tided.engine.types import Request
+from tided.engine.types import Pixels, Request
 from tided.errors import ContextOverflowError
 
 
 class Prepared(msgspec.Struct, frozen=True):
     """Held as long as the answer takes, so without the texts that the prompt was made of. `guides` opens the answer's
-    grammar."""
+    grammar. `lowers`: as `prepare_chat`. `images` are still to be looked at (`tided.api.images`): each has one token in
+    the prompt so far; `pixels` are those of images that have been."""
 
     chat: ChatRequest
     prompt: Prompt
     request: Request
     guides: Guides = FREE_GUIDES
+    lowers: bool = False
+    images: tuple[Image, ...] = ()
+    pixels: tuple[Pixels, ...] = ()
 
     def without_stats(self) -> "Prepared":
         return msgspec.structs.replace(self, chat=msgspec.structs.replace(self.chat, show_stats=False))
@@ -66,7 +71,7 @@ def prepare_chat(
     """From the conversation on, whatever API it came by. `lowers`: an answer that is longer than the room is lowered to
     it, and not refused."""
     tokenizer = served.tokenizer
-    prompt = served.family.encode_prompt(chat.conversation)
+    prompt = rendered(chat.conversation, served)
     wanted = None if lowers else chat.max_tokens
     prompt_ids = fitting_ids(tokenizer, prompt, served.context_tokens, wanted or 1, alive)
     max_tokens = fitting_max_tokens(chat, len(prompt_ids), served, lowers=lowers)
@@ -85,7 +90,22 @@ def prepare_chat(
         guided=guides.grammar is not None,
     )
     kept = msgspec.structs.replace(chat, conversation=msgspec.structs.replace(chat.conversation, messages=()))
-    return Prepared(kept, msgspec.structs.replace(prompt, segments=()), request, guides)
+    bare = msgspec.structs.replace(prompt, segments=(), images=())
+    return Prepared(kept, bare, request, guides, lowers, prompt.images)
+
+
+def rendered(conversation: Conversation, served: ServedModel) -> Prompt:
+    """Raises RequestError for an image where none can be."""
+    prompt = served.family.encode_prompt(conversation)
+    if not served.sees:
+        if seen := next(images_of(conversation.messages), None):
+            refuse(seen.param, "images are not supported by this server", code="image_input_not_supported")
+        return prompt
+    shown = set(map(id, prompt.images))
+    for image in images_of(conversation.messages):
+        if id(image) not in shown:
+            refuse(image.param, "an image may stand in messages of the user, and in tool results")
+    return prompt
 
 
 def fitting_ids(

@@ -26,11 +26,12 @@ async def responses(request: web.Request) -> web.StreamResponse:
 
     with context.admission.place(request.content_length) as place:
         response = await receive(request, context, place, work)
-        generation = Generation(context.engine, response.prepared, context.served, context.limits.keepalive_s)
+        prepared = await context.images.seen(response.prepared)
+        generation = Generation(context.engine, prepared, context.served, context.limits.keepalive_s)
     request[NOTE].generation = generation
     wire = ResponseWire(generation, response.shown, context.served.settings.model.served_name)
     try:
-        if response.prepared.chat.stream:
+        if prepared.chat.stream:
             return await answer_in_pieces(request, context, generation, wire, request[NOTE])
         return await answer_whole(context, generation, wire)
     finally:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tided.api.body import parse_object
 from tided.api.ids import new_id
@@ -44,7 +45,8 @@ def prepare_response(body: bytes | bytearray, served: ServedModel, alive: Callab
                 str(error).replace(error.param, own), status=error.status, kind=error.kind, code=error.code, param=own
             ) from None
         raise
-    return PreparedResponse(prepared, _shown(value, prepared))
+    images = tuple(replace(image, param=_own_name(image.param, origins)) for image in prepared.images)
+    return PreparedResponse(replace(prepared, images=images), _shown(value, prepared))
 
 
 def as_chat(body: Fields) -> tuple[dict[str, Any], list[int]]:

@@ -31,5 +31,10 @@ class ServedModel:
         )
 
     @property
+    def sees(self) -> bool:
+        """Whether images are taken."""
+        return self.settings.vision.rank >= 0
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         return tuple(map(self.tokenizer.special_id, self.family.stop_tokens))

@@ -100,7 +100,7 @@ def _card(context: Context, name: str) -> dict[str, Any]:
         "max_model_len": context.served.context_tokens,
         "context_length": context.served.context_tokens,
         "max_output_tokens": context.served.context_tokens - 1,
-        "capabilities": {"vision": False, "tools": True, "reasoning": True},
+        "capabilities": {"vision": context.served.sees, "tools": True, "reasoning": True},
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(context.created, UTC).isoformat().replace("+00:00", "Z"),

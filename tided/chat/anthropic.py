@@ -6,7 +6,7 @@ telemetry is left out, so that the same conversation is the same prompt.
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -25,11 +25,9 @@ MAX_MESSAGES, MAX_BLOCKS = 10_000, 10_000
 BILLING = "x-anthropic-billing-header:"
 
 
-def parse_request(
-    body: Fields, thinking: bool, images: bool = False, *, family: Family
-) -> tuple[Conversation, AnswerShape]:
-    """`thinking`: of a request that does not say; `images`: whether the model sees any. Raises RequestError."""
-    reader = _Reader(images)
+def parse_request(body: Fields, thinking: bool, *, family: Family) -> tuple[Conversation, AnswerShape]:
+    """`thinking`: of a request that does not say. Raises RequestError."""
+    reader = _Reader()
     messages = reader.messages(body)
     system = reader.system(body)
     tools = parse_tools(body)
@@ -49,15 +47,11 @@ def parse_request(
 
 
 class _Reader:
-    def __init__(self, images: bool) -> None:
-        self._images = images
-
     def system(self, body: Fields) -> tuple[str, ...]:
         given = body.get("system")
         if given is None or isinstance(given, str):
             return _filled(_without_billing(given or ""))
-        texts = [part for part in self._blocks(body, "system") if isinstance(part, str)]
-        return tuple(text for part in texts for text in _filled(_without_billing(part)))
+        return tuple(_system_texts(self._blocks(body, "system")))
 
     def messages(self, body: Fields) -> tuple[Message, ...]:
         given = body.array("messages", MAX_MESSAGES)
@@ -86,8 +80,7 @@ class _Reader:
             return [self._assistant(fields)]
         if role != "system":
             fields.wrong("role", "user, assistant or system")
-        texts = [part for part in self._parts(fields) if isinstance(part, str)]
-        parts = tuple(text for part in texts for text in _filled(_without_billing(part)))
+        parts = tuple(_system_texts(self._parts(fields)))
         return [Message(role="system", parts=parts)] if parts else []
 
     def _user(self, fields: Fields) -> Iterator[Message]:
@@ -160,8 +153,6 @@ class _Reader:
 
     def _image(self, block: Fields) -> Image:
         source = block.fields("source")
-        if not self._images:
-            refuse(block.path[:-1], "images are not supported by this server", code="image_input_not_supported")
         place = block.path[:-1]
         if source.get("type") == "url":
             return Image(_text(source, "url"), place)
@@ -190,6 +181,13 @@ def _as_blocks(fields: Fields, name: str) -> Iterator[Fields]:
 
 def _filled(text: str) -> tuple[str, ...]:
     return (text,) if text else ()
+
+
+def _system_texts(parts: Iterable[Part]) -> Iterator[str]:
+    for part in parts:
+        if isinstance(part, Image):
+            refuse(part.param, "an image may stand in messages of the user, and in tool results")
+        yield from _filled(_without_billing(part))
 
 
 def _without_billing(text: str) -> str:

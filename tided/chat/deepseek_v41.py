@@ -10,6 +10,8 @@ Nothing stands between blocks. Only this module makes special tokens: a message 
 import json
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from tided.chat.deepseek_v41_tools import DSML, END_THINK, THINK, open_calls, tools_section, write_calls
 from tided.chat.messages import Conversation, Image, Message, Part, Prompt, Start
 from tided.chat.segments import SegmentWriter
@@ -36,7 +38,8 @@ def default_max_tokens(thinking: bool, effort: int) -> int:
 
 
 def encode_prompt(conversation: Conversation) -> Prompt:
-    return _Renderer(conversation).render()
+    renderer = _Renderer(conversation)
+    return msgspec.structs.replace(renderer.render(), images=tuple(renderer.images))
 
 
 class _Renderer:
@@ -49,6 +52,7 @@ class _Renderer:
         self.messages = [m for m in messages if m.role != "system" or m.text]
         self.last_user = max((i for i, m in enumerate(self.messages) if m.role in ("user", "system")), default=-1)
         self.task: str | None = None
+        self.images: list[Image] = []
 
     def render(self) -> Prompt:
         self.out.special(BOS)
@@ -95,6 +99,7 @@ class _Renderer:
             self.out.text("\n\n" if index else "")
             if isinstance(part, Image):
                 self.out.special(IMAGE)
+                self.images.append(part)
             else:
                 self.out.text(part)
 

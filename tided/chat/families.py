@@ -55,7 +55,8 @@ class MakeParser(Protocol):
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """`model_type`: of a checkpoint's configuration. `efforts`: number by name. `begin`: what every prompt begins with.
     `stop_tokens` end an answer; the first is the end of a text. `marks`: what a decoder puts for each marker token, for
-    parsers that are made with `by_token`. `end_think` ends the reasoning."""
+    parsers that are made with `by_token`. `end_think` ends the reasoning. `image`: the token that stands for an image;
+    empty: the format has none."""
 
     name: FamilyName
     model_type: str
@@ -70,6 +71,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     default_effort: int
     default_max_tokens: Callable[[bool, int], int]
     grammar: Callable[[Tokenizer, Usable], AnswerGrammar]
+    image: str = ""
 
     @property
     def barred_from_reasoning(self) -> tuple[str, ...]:
@@ -106,6 +108,7 @@ DEEPSEEK_V41 = Family(
     default_effort=deepseek_v41.DEFAULT_EFFORT,
     default_max_tokens=deepseek_v41.default_max_tokens,
     grammar=DeepseekV41Grammar,
+    image=deepseek_v41.IMAGE,
 )
 GLM53 = Family(
     name="glm53",

@@ -12,9 +12,11 @@ Start = Literal["reasoning", "content", "calls"]
 
 
 class Image(msgspec.Struct, frozen=True):
-    """An image in a message. The prompt holds one placeholder for it; `url` is opaque here."""
+    """An image in a message. The prompt holds one placeholder for it; `url` is opaque here. `param`: its place in the
+    request."""
 
     url: str
+    param: str = "messages"
 
 
 Part = str | Image
@@ -83,12 +85,13 @@ class Segment(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True):
     """A rendered prompt. `start`: the state in which the model's output begins; `leading`: nothing of that state is
     in the prompt yet, so newlines at the start of the output are layout and not text. `notes`: what the format could
-    not do as it was asked, for the answer's statistics."""
+    not do as it was asked, for the answer's statistics. `images`: in the order of their placeholders."""
 
     segments: tuple[Segment, ...]
     start: Start
     leading: bool = True
     notes: tuple[str, ...] = ()
+    images: tuple[Image, ...] = ()
 
     @property
     def text(self) -> str:
