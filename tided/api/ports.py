@@ -1,6 +1,6 @@
 """What the API needs of its neighbours, and its own time limits."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
