@@ -177,7 +177,7 @@ def _facts(opened: OpenedModel) -> dict[str, str]:
 def _built(opened: OpenedModel, rank: int, pairs: Sequence[Pair], state_dir: Path, loop: LoopSide) -> Iterator[Rank]:
     """The rank with its group and its reader threads, given back at the end."""
     with _group(opened.settings, rank, loop) as group:
-        with _phase("model", loop), allocating(opened):
+        with _phase("model", loop), allocating(opened, rank):
             built = build_rank(opened, group, pairs, _Reporter(loop), state_dir / "cache" / f"rank-{rank}")
         log.info("residents: %d experts, %d MB of slots", len(pairs), built.bank.slots.nbytes >> 20)
         with closing(built):

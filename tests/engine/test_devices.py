@@ -10,8 +10,9 @@ from tided.engine.build import build_rank, open_model
 from tided.engine.devices import allocating, free_bytes, is_shortage, local_index, needs, refuse_shortage, use_device
 from tided.engine.offline import first_pairs, settings_of
 from tided.errors import ConfigError, UnavailableError
+from tided.models.deepseek_v41.family import DeepseekV41Family
 from tided.models.parallel import Alone
-from tided.settings import Cache, Engine, Experts, Parallel
+from tided.settings import Cache, Engine, Experts, Parallel, Vision
 
 ON_CUDA = Engine(device="cuda")
 
@@ -53,7 +54,7 @@ def test_a_rank_takes_its_device_and_one_too_many_is_refused(monkeypatch):
 def test_what_the_settings_ask_for_is_what_is_allocated():
     model = with_settings()
     rank = build_rank(model, Alone(), first_pairs(model), lambda *_: None)
-    experts, context = needs(model)
+    experts, context = needs(model, 0)
     assert experts.nbytes == rank.bank.slots.nbytes
     pool = rank.model.pool
     assert context.nbytes == sum(t.nbytes for held in (pool.rows, pool.keys) for t in held.values()) > 0
@@ -63,13 +64,40 @@ def test_what_the_settings_ask_for_is_what_is_allocated():
 def test_a_drafter_is_counted_with_its_experts(ranks):
     model = with_settings(engine=Engine(draft="confidence"), parallel=Parallel(ranks=ranks))
     rank = build_rank(model, Part(ranks), first_pairs(model), lambda *_: None)
-    (drafter,) = [need for need in needs(model) if need.what == "drafter"]
+    (drafter,) = [need for need in needs(model, 0) if need.what == "drafter"]
     owned = rank.model.drafter
     shared = {id(part) for part in (owned.head, owned.rotations, *vars(owned.rotations).values())}
     parts = {id(part): part for part in tensors(owned, shared | {id(rank.model.pool)})}
     assert 0 <= sum(part.nbytes for part in parts.values()) - drafter.nbytes < 2048  # routing tables, scales spread out
     assert drafter.nbytes > owned.blocks[0].moe.bank.slots.nbytes > 0
-    assert [need.what for need in needs(with_settings())] == ["experts", "context"]
+    assert [need.what for need in needs(with_settings(), 0)] == ["experts", "context"]
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_the_vision_tower_is_counted_where_it_is(holder):
+    model = with_settings(vision=Vision(rank=holder), parallel=Parallel(ranks=2))
+    rank = build_rank(model, Part(2), first_pairs(model), lambda *_: None)
+    counted = [need.nbytes for need in needs(model, 0) if need.what == "vision tower"]
+    held = [part.nbytes for part in tensors(rank.model.vision.tower)] if rank.model.vision.tower else []
+    assert len(counted) == (holder == 0)
+    assert 0 <= sum(held) - sum(counted) < 8192  # norms and biases are spread out
+
+
+def test_ranks_of_a_host_have_one_tower(monkeypatch):
+    model = with_settings(vision=Vision(rank=1), parallel=Parallel(ranks=2))
+    both = sum(need.nbytes for rank in (0, 1) for need in needs(model, rank))
+    assert sum(need.nbytes for need in needs(model, 1)) > both / 2
+    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: both)
+    refuse_shortage(model, 0)
+    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: both - 1)
+    with pytest.raises(UnavailableError, match="on each of 2 ranks"):
+        refuse_shortage(model, 0)
+
+
+def test_a_model_without_a_tower_is_refused_with_a_rank_for_it(monkeypatch):
+    monkeypatch.setattr(DeepseekV41Family, "vision_bytes", lambda self, config: 0)
+    with pytest.raises(ConfigError, match=r"vision\.rank = 0: this model has no vision tower"):
+        with_settings(vision=Vision(rank=0))
 
 
 class Part:
@@ -111,7 +139,7 @@ def test_memory_that_is_not_there_is_missed_before_it_is_asked_for(model):
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch):
     model = with_settings(parallel=Parallel(ranks=2))
-    one = sum(need.nbytes for need in needs(model))
+    one = sum(need.nbytes for need in needs(model, 0))
     monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: 2 * one)
     refuse_shortage(model, 1)
     monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: 2 * one - 1)
@@ -129,12 +157,12 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch):
 )
 def test_an_allocation_that_fails_is_told_with_bytes_and_settings(model, words):
     opened = model()
-    with pytest.raises(UnavailableError, match=words), allocating(opened):
+    with pytest.raises(UnavailableError, match=words), allocating(opened, 0):
         build_rank(opened, Alone(), first_pairs(opened), lambda *_: None)
 
 
 def test_other_errors_pass():
-    with pytest.raises(ValueError, match="a mistake"), allocating(with_settings()):
+    with pytest.raises(ValueError, match="a mistake"), allocating(with_settings(), 0):
         raise ValueError("a mistake")
     assert is_shortage(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_shortage(FileNotFoundError())

@@ -80,6 +80,8 @@ def open_model(settings: Settings) -> OpenedModel:
     shape = family.shape(checkpoint.config)
     check_budget(settings, shape)
     check_context(settings, shape)
+    if settings.vision.rank >= 0 and not family.vision_bytes(checkpoint.config):
+        raise ConfigError(f"vision.rank = {settings.vision.rank}: this model has no vision tower", hint="set it to -1")
     record = family.expert_record(checkpoint.config, settings.parallel.ranks)
     return OpenedModel(settings, checkpoint, family, shape, record)
 

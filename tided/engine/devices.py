@@ -51,7 +51,7 @@ def _hosts(parallel: Parallel) -> tuple[str, ...]:
     return parallel.hosts or ("",) * parallel.ranks
 
 
-def needs(opened: "OpenedModel") -> list[Need]:
+def needs(opened: "OpenedModel", rank: int) -> list[Need]:
     """What a rank allocates by its settings, in bytes. Dense weights and what a step needs in passing come on top."""
     settings, experts, tide = opened.settings, opened.settings.experts, opened.settings.tide
     slots = experts.resident + experts.spare_slots + tide.hot_ring_slots + tide.sync_slots + 1
@@ -62,6 +62,8 @@ def needs(opened: "OpenedModel") -> list[Need]:
     ]
     if drafter := opened.family.drafter_bytes(opened.checkpoint.config, settings):
         found.append(Need("drafter", "engine.draft", drafter))
+    if rank == settings.vision.rank:
+        found.append(Need("vision tower", "vision.rank", opened.family.vision_bytes(opened.checkpoint.config)))
     prompts = settings.cache.prefix_ram_bytes
     if prompts and (settings.engine.device == "cpu" or _is_unified()):  # a cache in the system's memory
         found.append(Need("cached prompts", "cache.prefix_ram_bytes", prompts))
@@ -72,10 +74,12 @@ def refuse_shortage(opened: "OpenedModel", rank: int) -> None:
     """Raises UnavailableError when the memory that is free now cannot hold what the settings ask for."""
     parallel, on_cuda = opened.settings.parallel, opened.settings.engine.device == "cuda"
     free = free_bytes(on_cuda)
-    sharing = 1 if on_cuda and not _is_unified() else _hosts(parallel).count(_hosts(parallel)[rank])
-    if free is not None and sharing * sum(need.nbytes for need in needs(opened)) > free:
-        ranks = f" on each of {sharing} ranks" if sharing > 1 else ""
-        raise _shortage(f"there is not enough memory: {_listed(opened)}{ranks}; {_gb(free)} are free")
+    hosts = _hosts(parallel)
+    apart = on_cuda and not _is_unified()
+    sharing = [rank] if apart else [one for one, host in enumerate(hosts) if host == hosts[rank]]
+    if free is not None and sum(need.nbytes for one in sharing for need in needs(opened, one)) > free:
+        ranks = f" on each of {len(sharing)} ranks" if len(sharing) > 1 else ""
+        raise _shortage(f"there is not enough memory: {_listed(opened, rank)}{ranks}; {_gb(free)} are free")
 
 
 def free_bytes(on_cuda: bool) -> int | None:
@@ -95,7 +99,7 @@ def _is_unified() -> bool:
 
 
 @contextmanager
-def allocating(opened: "OpenedModel") -> Iterator[None]:
+def allocating(opened: "OpenedModel", rank: int) -> Iterator[None]:
     """What fails for want of memory is told as such: an anonymous map, torch on CPU and torch on CUDA each raise
     another kind of error."""
     try:
@@ -103,7 +107,7 @@ def allocating(opened: "OpenedModel") -> Iterator[None]:
     except Exception as error:
         if not is_shortage(error):
             raise
-        raise _shortage(f"there is not enough memory: {_listed(opened)}, and dense weights; {error}") from error
+        raise _shortage(f"there is not enough memory: {_listed(opened, rank)}, and dense weights; {error}") from error
 
 
 def is_shortage(error: Exception) -> bool:
@@ -118,8 +122,8 @@ def _shortage(what: str) -> UnavailableError:
     return UnavailableError(what.strip().splitlines()[0], hint="lower experts.resident, or cache.pool_tokens")
 
 
-def _listed(opened: "OpenedModel") -> str:
-    return ", ".join(f"{_gb(need.nbytes)} of {need.what} ({need.setting})" for need in needs(opened))
+def _listed(opened: "OpenedModel", rank: int) -> str:
+    return ", ".join(f"{_gb(need.nbytes)} of {need.what} ({need.setting})" for need in needs(opened, rank))
 
 
 def _gb(nbytes: int) -> str:

@@ -29,7 +29,7 @@ from tided.models.families import family_of
 from tided.models.parallel import Alone, Group
 from tided.profile.rules import faults_of
 from tided.profile.schema import KEYS, value_of
-from tided.settings import Cache, Engine, Experts, Parallel, Settings
+from tided.settings import Cache, Engine, Experts, Parallel, Settings, Vision
 from tided.settings import Model as ModelSettings
 from tided.tide.demand import RouterShape
 from tided.tide.planner import boot_set, first_set
@@ -106,7 +106,7 @@ def settings_of(checkpoint: Path) -> Settings:
 
 def compute(job: Job, opened: OpenedModel, group: Group, progress: Progress) -> Tensor:
     """This rank's part of the job; every rank gets the whole result [tokens, vocab]."""
-    with allocating(opened):
+    with allocating(opened, group.rank):
         rank = build_rank(opened, group, first_pairs(opened), progress)
     try:
         ids = torch.tensor(job.token_ids, dtype=torch.int64, device=job.settings.engine.device)
@@ -148,7 +148,8 @@ def _changed(
     resident: int | None,
     numerics: Numerics | None,
 ) -> Settings:
-    """One lane with room for the tokens, every rank on this machine, and what the caller asks for."""
+    """One lane with room for the tokens, every rank on this machine, no tower for images that there are none of, and
+    what the caller asks for."""
     model, context = settings.model, max(tokens, 16)
     return replace(
         settings,
@@ -161,6 +162,7 @@ def _changed(
         parallel=Parallel(
             ranks=given(ranks, settings.parallel.ranks), data_port=free_port(), step_timeout_s=STEP_TIMEOUT_S
         ),
+        vision=Vision(),
     )
 
 
