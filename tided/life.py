@@ -137,6 +137,8 @@ class Daemon:
             self._stop.set,
         )
         self._heartbeats.start()
+        if self._front is not None:
+            self._front.client.peer_bytes = self._heartbeats.peer_bytes
 
     def _serve(self, engine: "Engine") -> None:
         from tided.engine.leader import LeaderEngine

@@ -1,5 +1,6 @@
 """A server on a real socket in front of a scripted engine."""
 
+import asyncio
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chat"))
 
@@ -23,6 +25,12 @@ from tided.chat.families import DEEPSEEK_V41, Family
 from tided.chat.tokenizer import Tokenizer
 
 FAST = Limits(keepalive_s=0.2, stall_s=1.0, body_s=0.5)
+
+
+def pytest_asyncio_loop_factories(config, item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The daemon runs on uvloop; what looks below HTTP is held to both loops' transports."""
+    other = {"asyncio": asyncio.new_event_loop} if item.path.name == "test_door.py" else {}
+    return {"uvloop": uvloop.new_event_loop} | other
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,8 @@ def url(tokenizer, ids) -> Iterator[str]:
     engine.map = {
         "generation": 1, "layers": 1, "experts_per_layer": 2, "total_experts": 2, "states": ["01"],
         "state_names": ["not_loaded", "resident"], "counts": {"resident": 1}, "resident_per_layer": [1],
-        "activity": {"sequence": 0, "active": [], "recent": []}, "heat": None,
+        "activity": {"sequence": 0, "active": [], "recent": []}, "heat": None, "arena_slots": 1,
+        "last_request_miss_rate": 0.5,
     }  # fmt: skip
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

@@ -8,19 +8,12 @@ import resource
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-import uvloop
 from scripted_engine import Server, said, until
 
 from tided.api.ports import Limits
 
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
 PATIENT = Limits(keepalive_s=30, stall_s=30, body_s=30)
-
-
-@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
-def event_loop_policy(request):
-    """The daemon runs on uvloop, whose transports differ."""
-    return request.param()
 
 
 class Flow:

@@ -15,6 +15,8 @@ def drawn(generation=3, sequence=7, active=(), recent=()):
         "resident_per_layer": [2, 0],
         "activity": {"sequence": sequence, "active": list(active), "recent": list(recent)},
         "heat": None,
+        "arena_slots": 4,
+        "last_request_miss_rate": None,
     }
 
 
@@ -27,6 +29,13 @@ async def test_the_map(server, engine, path):
     assert body.items() >= engine.map.items()
     assert body.items() >= {"version": 1, "model": "deepseek", "busy": False, "fault": "", "world_size": 1}.items()
     assert body["sampled_at"] > 1e9
+
+
+async def test_slots_are_told_where_they_are_asked_for(server, engine):
+    engine.map = drawn()
+    for query, shown in (("", False), ("?slots=0", False), ("?slots=1", True)):
+        async with server.session.get("/v1/expert-map" + query) as response:
+            assert ("slots" in await response.json()) is shown
 
 
 async def test_nothing_new_is_told_in_short(server, engine):

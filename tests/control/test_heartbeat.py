@@ -96,13 +96,15 @@ class Beats:
         )
 
 
-async def test_progress_of_the_peers_is_known(keys):
+async def test_progress_of_the_peers_is_known(keys, monkeypatch):
+    monkeypatch.setattr("tided.control.heartbeat.available_bytes", lambda: 12_345)
     beats = Beats(keys)
     zero, one = beats.rank(0), beats.rank(1)
     zero.start(), one.start()
     async with asyncio.timeout(10):
         while zero.peer_seq != {1: 3} or one.peer_seq != {0: 3}:
             await asyncio.sleep(0.01)
+    assert zero.peer_bytes == {1: 12_345}
     await zero.stop("over"), await zero.close(), await one.close()
     assert not beats.failure.done()
 

@@ -191,7 +191,9 @@ def test_what_followers_have_read_is_heard_whenever_they_say_it(keys):
         one.report(1, "a")
         other.landed([2])
         other.report(1, "a")
-        leader.compare(1, "a")  # digests and reads come in any order
+        waited_s = leader.compare(1, "a")  # digests and reads come in any order
+        assert sorted(waited_s) == [1, 2]
+        assert all(0 <= seconds < 10 for seconds in waited_s.values())
         assert sorted(leader.landed()) == [1, 2, 2]
         assert leader.landed() == []
         other.landed([1])

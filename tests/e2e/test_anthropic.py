@@ -169,5 +169,11 @@ async def test_the_map_and_the_metrics_of_a_pair_that_works(client, long_pair):
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["tidelm_generation_tokens_total"]) > 0
     assert float(values["tidelm_rank_waits_total"]) > 0
+    assert float(values['tidelm_rank_wait_seconds_total{rank="1"}']) > 0
+    assert {float(values[f'tidelm_memory_available_bytes{{rank="{rank}"}}']) > 1e6 for rank in (0, 1)} == {True}
+    _, shown = await get(long_pair.url, "/v1/expert-map?slots=1")
+    held = sorted(slot for layer in shown["slots"] for slot in layer if slot >= 0)
+    assert len(held) == len(set(held)) == shown["counts"]["resident"] + shown["counts"]["transient"]
+    assert held[-1] < shown["arena_slots"]
     assert float(values["tidelm_kv_tokens_capacity"]) == 8192
     assert float(values["tidelm_expert_resident"]) == 312

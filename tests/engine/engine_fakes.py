@@ -107,6 +107,8 @@ class FakeModel:
 class FakeResidents:
     """Books without bytes. A read lands at once, or when the test lets it (`holds`)."""
 
+    slots, arena_bytes = 64, 4096
+
     def __init__(self, tables: RoutingTables, pairs: list[tuple[int, int]], ring_slots: int = 0) -> None:
         self.tables, self.pairs, self.ring_slots = tables, list(pairs), ring_slots
         self.ring: list[tuple[int, int]] = []
@@ -124,6 +126,9 @@ class FakeResidents:
     @property
     def by_layer(self) -> tuple[int, ...]:
         return tuple(sum(pair[0] == layer for pair in self.pairs) for layer in range(LAYERS))
+
+    def slot_of(self, pair) -> int | None:
+        return next((at for at, held in enumerate([*self.pairs, *self.ring]) if held == pair), None)
 
     @property
     def reading(self) -> int:
@@ -228,10 +233,11 @@ class Wire:
     def report(self, seq: int, digest: str) -> None:
         self.digests.put((seq, digest), timeout=5)
 
-    def compare(self, seq: int, digest: str) -> None:
+    def compare(self, seq: int, digest: str) -> dict[int, float]:
         if self.digests.get(timeout=5) != (seq, digest):
             raise PairError(f"the ranks differ after step {seq}")
         self.compared += 1
+        return {1: 0.25}
 
     def stop(self, reason: str) -> None:
         self.steps.put(msgspec.msgpack.encode(Stop(reason)), timeout=5)
@@ -255,8 +261,9 @@ class Alone:
     def recalled(self) -> list[Recalled]:
         return []
 
-    def compare(self, seq: int, digest: str) -> None:
+    def compare(self, seq: int, digest: str) -> dict[int, float]:
         assert digest
+        return {}
 
     def stop(self, reason: str) -> None:
         self.stopped = reason

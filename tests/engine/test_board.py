@@ -31,6 +31,19 @@ def test_a_swap_and_a_hot_read():
     assert found["resident_per_layer"] == [2, 1]
 
 
+def test_slots_are_those_of_what_can_be_routed_to():
+    slots = {(0, 0): 5, (1, 2): 0}
+    board = ExpertBoard(2, 4, [(0, 0), (1, 2)], slot_of=slots.get, arena_slots=7)
+    assert "slots" not in as_json(board, None, 0.0)
+    found = as_json(board, None, 0.0, slots=True)
+    assert (found["slots"], found["arena_slots"]) == ([[5, -1, -1, -1], [-1, -1, 0, -1]], 7)
+    board.changed(Change(load=[Load(1, (0, 3), (0, 0))]), 10.0)
+    assert board.slots == [5, -1, -1, -1, -1, -1, 0, -1]
+    slots[0, 3] = 6
+    board.changed(Change(publish=[1]), 11.0)
+    assert board.slots == [-1, -1, -1, 6, -1, -1, 0, -1]
+
+
 def test_a_load_is_seen_for_three_seconds():
     board = ExpertBoard(1, 4, [(0, 0)])
     board.changed(Change(load=[Load(1, (0, 3), None)]), 10.0)

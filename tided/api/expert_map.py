@@ -10,9 +10,10 @@ from tided.api.json_text import to_json
 
 
 async def expert_map(request: web.Request) -> web.Response:
-    """`?since=` the generation that the client has, or its ETag: 304 while nothing has changed or moves."""
+    """`?since=` the generation that the client has, or its ETag: 304 while nothing has changed or moves. `?slots=1`:
+    with every expert's slot of the arena."""
     context = request.app[CONTEXT]
-    found = context.engine.expert_map()
+    found = context.engine.expert_map(request.query.get("slots", "0") not in ("", "0"))
     if found is None:
         raise unavailable("the model is still being loaded")
     activity = found["activity"]

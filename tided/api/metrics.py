@@ -21,6 +21,7 @@ from tided.api.ports import Engine
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_MASK_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -60,6 +61,8 @@ class Metrics(Collector):
             "prefill": Histogram(_SECONDS),
             "time_to_first_token": Histogram(_SECONDS),
             "inter_token": Histogram(_TOKEN_SECONDS),
+            "decode": Histogram(_SECONDS),
+            "grammar_mask": Histogram(_MASK_SECONDS),
             "request": Histogram(_SECONDS),
         }
         self.registry = CollectorRegistry()
@@ -84,8 +87,15 @@ class Metrics(Collector):
         for name, key in [("queue", "queue_s"), ("prefill", "prefill_s"), ("time_to_first_token", "ttft_s")]:
             if (value := stats.get(key)) is not None:
                 self.histograms[name].observe(value)
-        if (steps := stats.get("steps")) and stats.get("decode_s") is not None:
-            self.histograms["inter_token"].observe(stats["decode_s"] / steps, steps)
+        # Between tokens, not between steps: a drafted step brings several. The first token ends the prompt's time.
+        later, decode_s = (stats.get("completion_tokens") or 0) - 1, stats.get("decode_s")
+        if later > 0 and decode_s is not None:
+            self.histograms["inter_token"].observe(decode_s / later, later)
+            self.histograms["decode"].observe(decode_s)
+        if (mask_ms := (stats.get("grammar") or {}).get("mask_ms")) is not None:
+            self.histograms["grammar_mask"].observe(mask_ms / 1000)
+        self.counts["contexts_parked"] += stats.get("parked") or 0
+        self.counts["spec_steps"] += sum(n for depth, n in (stats.get("spec_depth") or {}).items() if depth != "0")
         self.counts["loop_breaks"] += bool(stats.get("loop_break"))
         self._counted(stats, "experts", {"routed_picks": "expert_picks", "miss_picks": "expert_miss"})
         self._counted(stats, "spec", {"drafted": "spec_drafted", "accepted": "spec_accepted"})
@@ -130,6 +140,11 @@ class Metrics(Collector):
         for key, (kind, name, text) in _FIGURES.items():
             if key in figures:
                 yield kind(name, text, value=figures[key])
+        for key, (kind, name, text) in _BY_RANK.items():
+            family = kind(name, text, labels=["rank"])
+            for rank, value in sorted(figures.get(key, {}).items()):
+                family.add_metric([str(rank)], value)
+            yield family
 
     def _vllms(self) -> Iterator[Metric]:
         """The same under the names that vLLM gives."""
@@ -154,6 +169,8 @@ class Metrics(Collector):
             yield counter(name, self.counts[name])
         yield counter("prefix_cache_queries", self.counts["prompt_tokens"])
         yield counter("prefix_cache_hits", self.counts["cached_prompt_tokens"])
+        yield counter("num_preemptions", self.counts["contexts_parked"])
+        yield counter("spec_decode_num_drafts", self.counts["spec_steps"])
         yield counter("spec_decode_num_draft_tokens", self.counts["spec_drafted"])
         yield counter("spec_decode_num_accepted_tokens", self.counts["spec_accepted"])
         success = CounterMetricFamily("vllm:request_success", "As in vLLM.", labels=[*labels, "finished_reason"])
@@ -172,8 +189,10 @@ _COUNTS = {
     "generation_tokens": "Tokens of answers.",
     "reasoning_tokens": "Of them, those of reasoning.",
     "loop_breaks": "Answers that were ended because they went round in circles.",
-    "spec_drafted": "Tokens proposed by drafts.",
+    "spec_drafted": "Drafted tokens that steps verified.",
     "spec_accepted": "Of them, those accepted.",
+    "spec_steps": "Steps that verified any.",
+    "contexts_parked": "Contexts that left the pool for the disk.",
     "expert_picks": "Router picks, before residency.",
     "expert_miss": "Of them, those whose expert was not resident.",
 }
@@ -182,6 +201,8 @@ _HISTOGRAMS = {
     "prefill": "Steps of a prompt.",
     "time_to_first_token": "From a request to the first token of its answer.",
     "inter_token": "Between an answer's tokens: its mean, once for each of them.",
+    "decode": "From the first token of an answer to its last.",
+    "grammar_mask": "Masks of an answer's grammar, all together.",
     "request": "From a request to the end of its reply.",
 }
 _FIGURES: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, str]] = {
@@ -197,9 +218,13 @@ _FIGURES: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], s
     "reads_wait_s": (CounterMetricFamily, "tidelm_expert_wait_seconds", "Time that layers waited for reads."),
     "kv_tokens_used": (GaugeMetricFamily, "tidelm_kv_tokens_used", "Tokens of the context pool that requests hold."),
     "kv_tokens_capacity": (GaugeMetricFamily, "tidelm_kv_tokens_capacity", "Tokens of the context pool."),
-    "rank_wait_s": (CounterMetricFamily, "tidelm_rank_wait_seconds", "Time that rank 0 waited for the slowest rank."),
     "rank_waits": (CounterMetricFamily, "tidelm_rank_waits", "Times that rank 0 waited for the others."),
     "device_bytes": (GaugeMetricFamily, "tidelm_device_memory_bytes", "Memory of the accelerator that is in use."),
+    "arena_bytes": (GaugeMetricFamily, "tidelm_arena_bytes", "The arena of experts, on each rank."),
+}
+_BY_RANK: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, str]] = {
+    "rank_wait_s": (CounterMetricFamily, "tidelm_rank_wait_seconds", "Time that rank 0 waited for a rank's digests."),
+    "available_bytes": (GaugeMetricFamily, "tidelm_memory_available_bytes", "Memory that a rank's node could give."),
 }
 _VLLM_HISTOGRAMS = {
     "time_to_first_token_seconds": "time_to_first_token",
@@ -208,6 +233,7 @@ _VLLM_HISTOGRAMS = {
     "e2e_request_latency_seconds": "request",
     "request_queue_time_seconds": "queue",
     "request_prefill_time_seconds": "prefill",
+    "request_decode_time_seconds": "decode",
 }
 
 

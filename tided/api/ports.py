@@ -29,12 +29,13 @@ class Engine(Protocol):
         """Which experts a request that has ended wanted, missed and got; `latest`: the newest. None: not kept."""
         ...
 
-    def expert_map(self) -> dict[str, Any] | None:
+    def expert_map(self, slots: bool = False) -> dict[str, Any] | None:
         """Where every expert is, by layer; None while nothing is loaded."""
         ...
 
-    def figures(self) -> dict[str, float]:
-        """Counters since the start, as the engine published them last; empty while nothing is loaded."""
+    def figures(self) -> dict[str, Any]:
+        """Counters since the start, as the engine published them last, some of them by rank; empty while nothing is
+        loaded."""
         ...
 
     def health(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from tided.api.metrics import CONTENT_TYPE, metrics
 from tided.api.middleware import Handler, expect
 from tided.api.openai import chat_completions
 from tided.api.openapi.document import Operation, Query, document
-from tided.api.openapi.terms import text
+from tided.api.openapi.terms import one, text
 from tided.api.responses import responses
 from tided.api.small_routes import health, hello, model, models, root, trace
 
@@ -43,7 +43,10 @@ _GET: tuple[tuple[Operation, Handler], ...] = (
             path="/v1/expert-map",
             about="Where every routed expert is.",
             gives="ExpertMap",
-            query=(Query("since", "The ETag that is known: 304 while nothing has changed or moves.", text()),),
+            query=(
+                Query("since", "The ETag that is known: 304 while nothing has changed or moves.", text()),
+                Query("slots", "1: with every expert's slot of the arena.", one("0", "1")),
+            ),
             refusals=(304, 503),
         ),
         expert_map,

@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from tided.control import wire
 from tided.control.keys import Keys
+from tided.control.memory import available_bytes
 from tided.control.messages import ControlMessage, Fault, Heartbeat, Stop
 from tided.errors import PairError
 from tided.settings import Settings
@@ -35,7 +36,8 @@ class Heartbeats:
 
     `engine_seq` is asked at each beat; `on_failure` is called once, with the first failure, and watching ends.
     `on_stop` is called when another rank says that the ranks end in order.
-    `peer_seq` is the last step that each peer's engine reported."""
+    `peer_seq`: the last step that each peer's engine reported; `peer_bytes`: the memory that its node could still give.
+    """
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class Heartbeats:
         self._socket.sndtimeo = 0  # the loop never waits for a peer
         others = range(1, parallel.ranks) if rank == 0 else range(1)
         self.peer_seq = dict.fromkeys(others, 0)
+        self.peer_bytes: dict[int, int] = {}
         self._heard = dict.fromkeys(others, time.monotonic())
         self._task: asyncio.Task[None] | None = None
 
@@ -112,7 +115,8 @@ class Heartbeats:
         """A watch that fails by itself is a failure too: unwatched ranks would hang unseen."""
         try:
             while True:
-                gone = await self._send(Heartbeat(self._rank, self._engine_seq(), self._session))
+                memory = available_bytes() or 0
+                gone = await self._send(Heartbeat(self._rank, self._engine_seq(), self._session, memory))
                 if not await self._listen_for(0.0 if gone else self._interval_s):
                     self._on_stop()
                     await asyncio.sleep(STOP_GRACE_S)  # in which this rank ends too, and this task with it
@@ -177,6 +181,7 @@ class Heartbeats:
         if beat.rank not in self._heard:
             raise PairError(f"a heartbeat names rank {beat.rank}")
         self._heard[beat.rank], self.peer_seq[beat.rank] = time.monotonic(), beat.engine_seq
+        self.peer_bytes[beat.rank] = beat.available_bytes
         if self._rank == 0:
             self._connection_of[beat.rank] = connection
 

@@ -53,7 +53,8 @@ class Solo:
     def recalled(self) -> list[Recalled]:
         return []
 
-    def compare(self, seq: int, digest: str) -> None: ...
+    def compare(self, seq: int, digest: str) -> dict[int, float]:
+        return {}
 
     def stop(self, reason: str) -> None: ...
 
@@ -167,8 +168,10 @@ class Leader:
     def _refuse_late(self, connection: bytes, message: ControlMessage) -> None:
         self._refuse(connection, [("session", "closed to new ranks", type(message).__name__)])
 
-    def compare(self, seq: int, digest: str) -> None:
-        """Waits for the other ranks' digests of step `seq`. Raises PairError for a difference or a silence (C3)."""
+    def compare(self, seq: int, digest: str) -> dict[int, float]:
+        """Waits for the other ranks' digests of step `seq`; how long for each, in seconds. Raises PairError for a
+        difference or a silence (C3)."""
+        began_s, waited_s = time.monotonic(), dict[int, float]()
         for connection, reply in self._replies(Digest, self._settings.parallel.step_timeout_s):
             rank = self._rank_of[connection]
             if reply.seq != seq:
@@ -178,6 +181,8 @@ class Leader:
                     f"rank {rank} differs from rank 0 after step {seq}: digest {reply.digest}, not {digest}",
                     hint="mask, chosen experts or sampled tokens are not the same; nothing more is served",
                 )
+            waited_s[rank] = time.monotonic() - began_s
+        return waited_s
 
     def stop(self, reason: str) -> None:
         """Tells every rank that is still there. Also the right last word after an error."""

@@ -175,11 +175,12 @@ class Stop(Message, frozen=True):
 
 class Heartbeat(Message, frozen=True):
     """Sent by the loop of each rank. `engine_seq` is the last step its engine finished; `session` is that of Welcome:
-    a leftover of an earlier start does not count as alive."""
+    a leftover of an earlier start does not count as alive. `available_bytes`: memory that its node could still give."""
 
     rank: int
     engine_seq: int
     session: str = ""
+    available_bytes: int = 0
 
 
 class Fault(Message, frozen=True):

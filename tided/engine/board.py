@@ -4,7 +4,7 @@ The engine's thread writes in place or replaces whole values; others read. Nobod
 and no question ever reaches the engine.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from tided.control.messages import Change, Load
 from tided.engine.stats import Reads
 
 Pair = tuple[int, int]
+SlotOf = Callable[[Pair], int | None]
 
 STATE_NAMES = ("not_loaded", "resident", "transient", "loading")
 NOT_LOADED, RESIDENT, TRANSIENT, LOADING = b"0123"
@@ -24,17 +25,18 @@ FIGURES_EVERY_S = 0.25
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Counters of rank 0 since its start, and its memory, as of one moment. `rank_wait_*`: how long rank 0 waited for
-    the others when digests were compared; the others' lag, as rank 0 sees it."""
+    """Counters of rank 0 since its start, and its memory, as of one moment. `rank_wait_s`: by rank, how long rank 0
+    waited for it when digests were compared (`rank_waits` times); the others' lag, as rank 0 sees it."""
 
     steps: int = 0
     reads: Reads = Reads()
     swaps: int = 0
     kv_tokens_used: int = 0
     kv_tokens_capacity: int = 0
-    rank_wait_s: float = 0.0
+    rank_wait_s: dict[int, float] = {}
     rank_waits: int = 0
     device_bytes: int = 0
+    arena_bytes: int = 0
 
 
 class Recent(msgspec.Struct, frozen=True):
@@ -43,12 +45,24 @@ class Recent(msgspec.Struct, frozen=True):
 
 
 class ExpertBoard:
-    """Where every expert is, a digit each. `changed` is called by the engine's thread for each step that changes the
-    routable set; `states` is written in place (a reader's copy of it is one instruction), the rest is replaced."""
+    """Where every expert is, a digit and a slot each (-1: none). `changed` is called by the engine's thread after each
+    step that changes the routable set; `states` and `slots` are written in place (a reader's copy of one is one
+    instruction), the rest is replaced. `slot_of` tells where a routable pair lies now."""
 
-    def __init__(self, layers: int, experts: int, residents: Iterable[Pair], ring: Iterable[Pair] = ()) -> None:
-        self.layers, self.experts = layers, experts
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        residents: Iterable[Pair],
+        ring: Iterable[Pair] = (),
+        *,
+        slot_of: SlotOf = lambda pair: None,
+        arena_slots: int = 0,
+    ) -> None:
+        self.layers, self.experts, self.arena_slots = layers, experts, arena_slots
         self.states = bytearray(b"0" * (layers * experts))
+        self.slots = [-1] * (layers * experts)
+        self._slot_of = slot_of
         self.sequence = 0
         self.loading: tuple[Pair, ...] = ()
         self.recent: tuple[Recent, ...] = ()
@@ -78,13 +92,18 @@ class ExpertBoard:
         self.sequence += 1
 
     def _set(self, pair: Pair, state: int) -> None:
-        self.states[pair[0] * self.experts + pair[1]] = state
+        at = pair[0] * self.experts + pair[1]
+        self.states[at] = state
+        slot = self._slot_of(pair) if state in (RESIDENT, TRANSIENT) else None
+        self.slots[at] = -1 if slot is None else slot
 
 
-def as_json(board: ExpertBoard, heat: npt.NDArray[np.float64] | None, now_s: float) -> dict[str, Any]:
+def as_json(
+    board: ExpertBoard, heat: npt.NDArray[np.float64] | None, now_s: float, slots: bool = False
+) -> dict[str, Any]:
     """The board as the API shows it: strings of a digit for each expert of a layer. `heat` [layers * experts]: the
     routing weight that the next tokens are expected to give each, of which the digits are the place among all, 9 the
-    hottest tenth."""
+    hottest tenth. `slots`: with each expert's slot of the arena, by layer."""
     states, recent = bytes(board.states), board.recent
     rows = [states[at : at + board.experts] for at in range(0, len(states), board.experts)]
     return {
@@ -101,7 +120,12 @@ def as_json(board: ExpertBoard, heat: npt.NDArray[np.float64] | None, now_s: flo
             "recent": [list(one.pair) for one in recent if now_s - one.at_s <= RECENT_S],
         },
         "heat": None if heat is None else _digits(heat, board.experts),
-    }
+        "arena_slots": board.arena_slots,
+    } | ({"slots": _by_layer(board.slots.copy(), board.experts)} if slots else {})
+
+
+def _by_layer(slots: list[int], experts: int) -> list[list[int]]:
+    return [slots[at : at + experts] for at in range(0, len(slots), experts)]
 
 
 def _digits(heat: npt.NDArray[np.float64], experts: int) -> Sequence[str]:

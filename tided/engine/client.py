@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec.structs import asdict
 
+from tided.control.memory import available_bytes
 from tided.engine.board import ExpertBoard, Figures
 from tided.engine.board import as_json as as_map
 from tided.engine.speed import DecodeSpeed
@@ -106,6 +107,7 @@ class EngineClient:
         self.state: State = "starting"
         self.fault = ""
         self.recent_stats: deque[dict[str, Any]] = deque(maxlen=RECENT_STATS)  # newest first
+        self.peer_bytes: dict[int, int] = {}  # memory that the other ranks' nodes could still give
         self._lanes, self._queue, self._token_bytes = lanes, queue, token_bytes
         self._speed = DecodeSpeed()
         self._engine: EngineThread | None = None
@@ -183,20 +185,25 @@ class EngineClient:
         found = traces.newest if request_id == "latest" else traces.find(request_id)
         return None if found is None else as_json(found)
 
-    def expert_map(self) -> dict[str, Any] | None:
+    def expert_map(self, slots: bool = False) -> dict[str, Any] | None:
         """Where every expert is; None while nothing is loaded. A copy of what the engine's thread shows."""
         engine = self._engine
         if engine is None:
             return None
-        return {"generation": engine.residency.generation} | as_map(engine.board, engine.heat, time.monotonic())
+        last = self.recent_stats[0].get("experts", {}).get("miss_rate") if self.recent_stats else None
+        shown = as_map(engine.board, engine.heat, time.monotonic(), slots)
+        return {"generation": engine.residency.generation, "last_request_miss_rate": last} | shown
 
-    def figures(self) -> dict[str, float]:
-        """Counters of the engine, at most a moment old; none while nothing is loaded."""
+    def figures(self) -> dict[str, Any]:
+        """Counters of the engine, at most a moment old; none while nothing is loaded. By rank: `rank_wait_s`, and
+        `available_bytes` of the ranks' nodes."""
         if self._engine is None:
             return {}
         figures = asdict(self._engine.figures)
         reads = dataclasses.asdict(figures.pop("reads"))
-        return figures | {f"reads_{name}": value for name, value in reads.items()}
+        own = available_bytes()
+        memory = ({} if own is None else {0: own}) | self.peer_bytes
+        return figures | {f"reads_{name}": value for name, value in reads.items()} | {"available_bytes": memory}
 
     def health(self) -> dict[str, Any]:
         """A snapshot: no lock, no tensor, no wait."""

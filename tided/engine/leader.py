@@ -74,11 +74,18 @@ class LeaderEngine(Engine):
         self._mask = ""  # that snapshots were looked up for
         self._stop: Stop | None = None
         shape = executor.model.shape
-        self.board = ExpertBoard(shape.moe_layers, shape.experts_per_layer, executor.residents.pairs)
+        residents = executor.residents
+        self.board = ExpertBoard(
+            shape.moe_layers,
+            shape.experts_per_layer,
+            residents.pairs,
+            slot_of=residents.slot_of,
+            arena_slots=residents.slots,
+        )
         self.figures = Figures()
         self._figures_s = -math.inf
         self._swaps = self._waits = 0
-        self._wait_s = 0.0
+        self._wait_s: dict[int, float] = {}  # by rank; replaced and never changed
 
     # For other threads
 
@@ -140,10 +147,9 @@ class LeaderEngine(Engine):
         return step is not None
 
     def _compare(self, seq: int, digest: str) -> None:
-        began_s = time.monotonic()
-        self._link.compare(seq, digest)
+        waited_s = self._link.compare(seq, digest)
         self._waits += 1
-        self._wait_s += time.monotonic() - began_s
+        self._wait_s = {rank: self._wait_s.get(rank, 0.0) + seconds for rank, seconds in waited_s.items()}
 
     def _show(self, change: Change) -> None:
         """What others may look at. The figures are made few times a second, whoever looks."""
@@ -161,6 +167,7 @@ class LeaderEngine(Engine):
                 rank_wait_s=self._wait_s,
                 rank_waits=self._waits,
                 device_bytes=torch.cuda.memory_allocated(),
+                arena_bytes=self.executor.residents.arena_bytes,
             )
 
     def _held_prefixes(self, request: Request) -> Sequence[Candidate]:

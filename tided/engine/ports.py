@@ -35,6 +35,18 @@ class Residents(Protocol):
     def by_layer(self) -> tuple[int, ...]: ...
 
     @property
+    def slots(self) -> int:
+        """Records that the arena can hold."""
+        ...
+
+    @property
+    def arena_bytes(self) -> int: ...
+
+    def slot_of(self, pair: Pair) -> int | None:
+        """Where a pair that can be routed to lies; None: nowhere."""
+        ...
+
+    @property
     def mask_hash(self) -> int: ...
 
     @property
@@ -139,8 +151,9 @@ class LeaderLink(Protocol):
         """What other ranks answered to recalls since the last call. Never waits."""
         ...
 
-    def compare(self, seq: int, digest: str) -> None:
-        """Waits for the other ranks' digests of the step. Raises PairError for a difference or a silence."""
+    def compare(self, seq: int, digest: str) -> Mapping[int, float]:
+        """Waits for the other ranks' digests of the step; for each how long, in seconds. Raises PairError for a
+        difference or a silence."""
         ...
 
     def stop(self, reason: str) -> None: ...

@@ -83,6 +83,19 @@ class Residents:
         return self.arena.ring
 
     @property
+    def slots(self) -> int:
+        """Of the arena: records that it can hold, those of reads before use included."""
+        return self.arena.null
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.arena.data.nbytes
+
+    def slot_of(self, pair: Pair) -> int | None:
+        """Where a pair that can be routed to lies."""
+        return self.arena.slot_of(pair)
+
+    @property
     def count(self) -> int:
         return len(self.arena.directory) - len(self._ring)
 

@@ -110,7 +110,10 @@ SCHEMAS: dict[str, Schema] = {
             "generation": COUNT,
             "activity": told({"sequence": COUNT, "active": _PAIRS, "recent": _PAIRS}),
             "heat": nullable(_DIGITS),
-        }
+            "arena_slots": COUNT,
+            "last_request_miss_rate": nullable(ANY_NUMBER),
+        },
+        {"slots": said("-1: none.", array(array({"type": "integer", "minimum": -1})))},
     ),
     "Document": ANY_OBJECT,
 }
