@@ -579,8 +579,8 @@ async def test_loop_break(server, engine, fields, expected):
 )
 async def test_loop_break_by_other_ways(server, engine, path, body):
     engine.script("</think>x")
-    for given, expected in (({}, 12), ({"loop_break": 7}, 7)):
-        status, _ = await server.ask(body | given, path=path)
+    for own, expected in (({}, 12), ({"loop_break": 7}, 7)):
+        status, _ = await server.ask(body | own, path=path)
         assert (status, engine.request.loop_break) == (200, expected)
 
 

@@ -5,6 +5,7 @@ from scripted_engine import data
 
 from tided.chat.deepseek_v41 import BOS
 from tided.chat.messages import Segment
+from tided.engine.types import Scored, TokenLogprob, Tokens
 
 PATH = {"path": "/v1/completions"}
 
@@ -92,14 +93,100 @@ async def test_a_stop_string_is_found_over_pieces_in_all_text(server, engine):
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "logprobs": 6}, "logprobs"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
-        ({"prompt": "a", "logprobs": 1, "echo": True}, "echo"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 0, "logprobs": 1, "echo": False}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": False, "echo": True}, "max_tokens"),
         ({"prompt": "a", "n": 5}, "n"),
     ],
     ids=str,
 )
 async def test_what_is_wrong_is_named(server, fields, param):
     assert (await server.refused(fields, **PATH))["param"] == param
+
+
+def scores_of(engine, answer: str = "", parts: int = 2):
+    """The engine tells of a prompt in several events, then draws `answer` and one token more."""
+
+    def play(running):
+        running.start()
+        ids = running.request.prompt_ids
+        told = [
+            TokenLogprob(token_id, -float(at), [(token_id, -float(at)), (3, -9.0)]) for at, token_id in enumerate(ids)
+        ]
+        cut = -(-len(told) // parts)
+        for at in range(1, len(told), cut):
+            running.events.put_nowait(Scored(running.request.request_id, told[at : at + cut]))
+        for token_id in [*engine.ids(answer), 5]:
+            told = [TokenLogprob(token_id, -0.5, [])]
+            running.drawn += 1
+            running.events.put_nowait(Tokens(running.request.request_id, [token_id], told))
+        running.finish("length")
+
+    engine.play = play
+
+
+async def choice_of(server, body, stream: bool) -> tuple[dict, int]:
+    """(the whole choice, completion tokens)."""
+    if not stream:
+        _, reply = await server.ask(body, **PATH)
+        return reply["choices"][0], reply["usage"]["completion_tokens"]
+    chunks = data(await server.stream(body | {"stream_options": {"include_usage": True}}, **PATH))
+    choice: dict = {"text": "", "logprobs": {}}
+    for one in (one for chunk in chunks for one in chunk["choices"]):
+        choice["text"] += one["text"]
+        for name, values in (one["logprobs"] or {}).items():
+            choice["logprobs"].setdefault(name, []).extend(values)
+        choice["finish_reason"] = one["finish_reason"]
+    return choice, chunks[-1]["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_and_nothing_is_answered(server, engine, tokenizer, stream):
+    scores_of(engine)
+    body = {"prompt": "the tide 🌊 goes", "echo": True, "logprobs": 2, "max_tokens": 0}
+    choice, completion_tokens = await choice_of(server, body, stream)
+    ids = engine.request.prompt_ids
+    assert (engine.request.scored, engine.request.logprobs) == (True, 2)
+    assert (choice["text"], choice["finish_reason"], completion_tokens) == (body["prompt"], "length", 0)
+    told = choice["logprobs"]
+    assert told["token_logprobs"] == [None, *(-float(at) for at in range(1, len(ids)))]
+    assert told["tokens"][:2] == [BOS, tokenizer.decoder().feed([ids[1]])]
+    assert told["top_logprobs"][0] is None
+    assert len(told["top_logprobs"][1]) == 2
+    # Each token's place in the text: the beginning token, which the text lacks, takes none.
+    decoder, place = tokenizer.decoder(), 0
+    for token_id, offset in zip(ids, told["text_offset"], strict=True):
+        assert offset == place
+        place += len(decoder.feed([token_id]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_before_its_answer(server, engine, stream):
+    scores_of(engine, "out")
+    body = {"prompt": [5, 6, 7], "echo": True, "logprobs": 0, "max_tokens": 9}
+    choice, completion_tokens = await choice_of(server, body, stream)
+    drawn = engine.answers[-1].drawn
+    assert completion_tokens == drawn
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0] + [-0.5] * drawn
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets == sorted(offsets)
+    assert len({len(values) for values in choice["logprobs"].values()}) == 1
+
+
+async def test_a_spelled_token_takes_its_place_in_the_text(server, engine):
+    scores_of(engine)
+    prompt = f"{BOS}a"
+    choice, _ = await choice_of(server, {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}, False)
+    assert choice["logprobs"]["tokens"] == [BOS, "a"]
+    assert choice["logprobs"]["text_offset"] == [0, len(BOS)]
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"logprobs": 1}, {}], ids=str)
+async def test_a_prompt_is_scored_only_where_both_are_asked_for(server, engine, fields):
+    engine.script("x")
+    await server.ask({"prompt": "a", **fields}, **PATH)
+    assert not engine.request.scored
 
 
 async def test_a_prompt_and_an_answer_that_do_not_fit_are_refused_with_the_numbers(server):

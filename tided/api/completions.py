@@ -11,7 +11,7 @@ from tided.api.completions_request import PreparedCompletion, prepare_completion
 from tided.api.context import CONTEXT, NOTE
 from tided.api.errors import error_body
 from tided.api.exchange import answer_in_pieces, answer_whole, receive
-from tided.api.logprob_json import LEAST, LogprobJson
+from tided.api.logprob_json import LogprobJson
 from tided.api.served import ServedModel
 from tided.api.slots import Alive
 from tided.api.sse import DONE, comment, data
@@ -50,12 +50,25 @@ class CompletionWire:
         self._model, self._fingerprint = served.settings.model.served_name, fingerprint
         self._logprobs = LogprobJson(served.tokenizer)
         self._offsets = [len(echo) for echo in echoes]  # characters of text that log probabilities were given for
+        self._echoed = [not echo for echo in echoes]
         self._ended = [False] * len(answers.generations)
 
     def begin(self) -> str:
-        """What is echoed, once."""
-        echoes, self._echoes = self._echoes, [""] * len(self._echoes)
-        return data(self._chunk([self._choice(at, echo)]) for at, echo in enumerate(echoes) if echo)
+        """What is echoed, once; of a scored prompt when all is known of it."""
+        return data(self._chunk([self._echo(at)]) for at in range(len(self._echoes)) if self._may_echo(at))
+
+    def _may_echo(self, at: int) -> bool:
+        generation = self._answers.generations[at]
+        whole = len(generation.reader.scores) == len(generation.prepared.request.prompt_ids) - 1
+        return not self._echoed[at] and (whole or not generation.prepared.request.scored)
+
+    def _echo(self, at: int) -> dict[str, Any]:
+        self._echoed[at] = True
+        generation, echo = self._answers.generations[at], self._echoes[at]
+        told = None
+        if generation.prepared.request.scored:
+            told = self._logprobs.prompt(generation.prepared.request.prompt_ids, generation.reader.scores, echo)
+        return {"index": at, "text": echo, "logprobs": told, "finish_reason": None}
 
     def pieces(self, deltas: Sequence[Piece]) -> str:
         return data(self._pieces(deltas))
@@ -70,10 +83,10 @@ class CompletionWire:
         return data([error_body(error)]) + DONE
 
     def reply(self, deltas: Sequence[Piece]) -> dict[str, Any]:
-        texts = list(self._echoes)
-        for at, delta in deltas:
-            texts[at] += delta.text if isinstance(delta, Content) else ""
-        choices = [self._choice(at, text, last=True) for at, text in enumerate(texts)]
+        choices = []
+        for at in range(len(self._echoes)):
+            text = "".join(delta.text for of, delta in deltas if of == at and isinstance(delta, Content))
+            choices.append(_joined(self._echo(at), self._choice(at, text, last=True)))
         return self._envelope(choices) | {"usage": self._answers.usage()} | self._stats(0)
 
     def _pieces(self, deltas: Sequence[Piece]) -> Iterator[dict[str, Any]]:
@@ -100,17 +113,11 @@ class CompletionWire:
         return choice | ({"finish_reason": parser.finish_reason, "stop_reason": parser.stop_string} if last else {})
 
     def _told(self, at: int) -> dict[str, Any] | None:
-        """OpenAI's older shape: parallel lists."""
         if self._chat.logprobs is None:
             return None
-        told = self._answers.generations[at].reader.take_logprobs("content")
-        tokens, offsets = [self._logprobs.text(one.token_id) for one in told], []
-        for token in tokens:
-            offsets.append(self._offsets[at])
-            self._offsets[at] += len(token)
-        tops = [{self._logprobs.text(token_id): max(value, LEAST) for token_id, value in one.top} for one in told]
-        values = [max(one.logprob, LEAST) for one in told]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        told = self._logprobs.listed(self._answers.generations[at].reader.take_logprobs("content"), self._offsets[at])
+        self._offsets[at] += sum(map(len, told["tokens"]))
+        return told
 
     def _stats(self, at: int) -> dict[str, Any]:
         return {"x_engine_stats": self._answers.generations[at].engine_stats()} if self._chat.show_stats else {}
@@ -130,3 +137,10 @@ class CompletionWire:
             "system_fingerprint": self._fingerprint,
             "choices": choices,
         }
+
+
+def _joined(echo: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """One choice of the prompt and its answer."""
+    first, then = echo["logprobs"], answer["logprobs"]
+    both = {name: first[name] + then[name] for name in then} if first and then else then
+    return answer | {"text": echo["text"] + answer["text"], "logprobs": both}

@@ -11,7 +11,6 @@ from tided.api.chat_request import (
     ChatRequest,
     fidelity_of,
     loop_break_of,
-    max_tokens_of,
     sampling_of,
     stop_ids_of,
     stops_of,
@@ -44,7 +43,8 @@ def prepare_completion(body: bytes | bytearray, served: ServedModel, alive: Call
     alive()
     chat = _chat(fields, served)
     reply_id, echo = new_id("cmpl-"), fields.boolean("echo") or False
-    max_tokens = chat.max_tokens or DEFAULT_MAX_TOKENS
+    # The engine always draws one: of a prompt that is only looked at it is not told.
+    max_tokens = DEFAULT_MAX_TOKENS if chat.max_tokens is None else max(chat.max_tokens, 1)
     prepared, echoes = [], []
     for at, prompt in enumerate(_prompts(fields)):
         ids = _ids(fields, prompt, served, max_tokens, alive)
@@ -60,6 +60,7 @@ def prepare_completion(body: bytes | bytearray, served: ServedModel, alive: Call
             min_tokens=chat.min_tokens,
             loop_break=chat.loop_break,
             logprobs=chat.logprobs,
+            scored=echo and chat.logprobs is not None,
         )
         one = Prepared(chat, Prompt((), "content", leading=False), request)
         numbers = range(at * chat.n, (at + 1) * chat.n)
@@ -78,16 +79,15 @@ def _chat(body: Fields, served: ServedModel) -> ChatRequest:
     n = body.integer("n", 1, MAX_N) or 1
     if (best_of := body.integer("best_of", 1)) is not None and best_of != n:
         refuse("best_of", "is only supported where it equals n")
-    if body.get("max_tokens") == 0 and not isinstance(body.get("max_tokens"), bool):
-        refuse("max_tokens", "0 (scoring a prompt) is not supported; expected an integer of at least 1")
-    logprobs = body.integer("logprobs", 0, MAX_LOGPROBS)
-    if logprobs is not None and body.boolean("echo"):
-        refuse("echo", "log probabilities of a prompt are not supported; leave out echo or logprobs")
+    given = body.integer("max_completion_tokens", 1), body.integer("max_tokens", 0)
+    max_tokens = given[1] if given[0] is None else given[0]
+    if max_tokens == 0 and not body.boolean("echo"):
+        refuse("max_tokens", "0 says nothing without echo; expected an integer of at least 1")
     options = body.fields("stream_options")
     return ChatRequest(
         conversation=Conversation(messages=(), thinking=False),
         sampling=sampling_of(body, vocabulary_tokens),
-        max_tokens=max_tokens_of(body),
+        max_tokens=max_tokens,
         stops=stops_of(body),
         stop_ids=stop_ids_of(body, vocabulary_tokens),
         ignore_eos=body.boolean("ignore_eos") or False,
@@ -101,7 +101,7 @@ def _chat(body: Fields, served: ServedModel) -> ChatRequest:
         loop_break=loop_break_of(body, 0 if body.boolean("ignore_eos") else served.settings.engine.loop_break),
         min_tokens=body.integer("min_tokens", 0) or 0,
         n=n,
-        logprobs=logprobs,
+        logprobs=body.integer("logprobs", 0, MAX_LOGPROBS),
     )
 
 

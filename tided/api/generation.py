@@ -31,6 +31,7 @@ class AnswerReader:
             max_calls=chat.max_calls,
         )
         self.tokens = self.reasoning_tokens = 0
+        self.mute = chat.max_tokens == 0  # the prompt alone is asked about
         self._marks = {tokenizer.special_id(spelling): private for spelling, private in family.marks.items()}
         self._decoder = tokenizer.decoder(self._marks)
         self._end_think = tokenizer.special_id(family.end_think)
@@ -38,7 +39,7 @@ class AnswerReader:
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> list[Delta]:
         """Tokens after the end of the answer (behind a stop string, after the calls) do not count."""
         out: list[Delta] = []
-        for token_id, logprob in zip_longest(token_ids, logprobs):
+        for token_id, logprob in () if self.mute else zip_longest(token_ids, logprobs):
             if self.parser.done:
                 break
             self.tokens += 1
@@ -119,7 +120,7 @@ class Generation:
             raise unavailable("The server is shutting down; the answer is not complete.")
         if event.reason != "cancelled":
             self._engine_tokens = event.completion_tokens
-        return self._complete("length" if event.reason == "length" else "stop")
+        return self._complete("length" if event.reason == "length" or self.reader.mute else "stop")
 
     def _end_without_figures(self) -> list[Delta]:
         """The answer is complete; only the engine's figures of it are missing, and they have had their time."""
@@ -154,7 +155,7 @@ class Generation:
     @property
     def completion_tokens(self) -> int:
         """Tokens kept: with the end token when the answer ended by itself, without those drawn behind a stop string."""
-        ended = self._engine_tokens is not None and self.reader.parser.stop_string is None
+        ended = self._engine_tokens is not None and self.reader.parser.stop_string is None and not self.reader.mute
         return self._engine_tokens if ended and self._engine_tokens is not None else self.reader.tokens
 
     def engine_stats(self) -> dict[str, Any]:

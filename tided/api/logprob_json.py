@@ -1,6 +1,6 @@
 """Log probabilities as OpenAI shows them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tided.chat.tokenizer import Tokenizer
@@ -12,7 +12,7 @@ LEAST = -9999.0
 
 class LogprobJson:
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes = tokenizer.token_bytes
+        self._tokenizer, self._bytes = tokenizer, tokenizer.token_bytes
         self._spellings = {token_id: spelling for spelling, token_id in tokenizer.special_ids.items()}
 
     def piece(self, token_id: int) -> bytes:
@@ -29,5 +29,35 @@ class LogprobJson:
             for told in logprobs
         ]
 
+    def listed(self, told: Iterable[TokenLogprob], offset: int) -> dict[str, list[Any]]:
+        """OpenAI's older shape: parallel lists. `offset`: characters of the text before the first token."""
+        lists = _lists()
+        for one in told:
+            self._append(lists, self.text(one.token_id), one, offset)
+            offset += len(lists["tokens"][-1])
+        return lists
+
+    def prompt(self, ids: Sequence[int], scores: Sequence[TokenLogprob], shown: str) -> dict[str, list[Any]]:
+        """Of a prompt's tokens, the first of which nothing is told; `shown`: the prompt as the reply repeats it, which
+        may lack its beginning token."""
+        lists, decoder, offset = _lists(), self._tokenizer.decoder(), 0
+        for token_id, one in zip(ids, [None, *scores], strict=True):
+            spelling = self._spellings.get(token_id, "")
+            self._append(lists, self.text(token_id), one, offset)
+            there = spelling and shown.startswith(spelling, offset)
+            offset += len(spelling) if there else len(decoder.feed([token_id]))
+        return lists
+
+    def _append(self, lists: dict[str, list[Any]], text: str, one: TokenLogprob | None, offset: int) -> None:
+        lists["tokens"].append(text)
+        lists["text_offset"].append(offset)
+        lists["token_logprobs"].append(None if one is None else max(one.logprob, LEAST))
+        top = None if one is None else {self.text(token_id): max(value, LEAST) for token_id, value in one.top}
+        lists["top_logprobs"].append(top)
+
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token_id), "logprob": max(logprob, LEAST), "bytes": list(self.piece(token_id))}
+
+
+def _lists() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
