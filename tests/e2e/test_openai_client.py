@@ -227,6 +227,20 @@ async def test_completions_go_on_with_a_text_and_with_several(client):
     assert text == one.choices[0].text
 
 
+async def test_a_prompt_is_scored_as_its_tokens_were_drawn(client):
+    """What was said of the tokens of an answer is said of them again when they are the prompt."""
+    fields: Any = {"model": "any", "logprobs": 1, "extra_body": PLAIN}
+    prompt = "Japan is"
+    drawn = (await client.completions.create(prompt=prompt, max_tokens=8, temperature=0, **fields)).choices[0]
+    scored = await client.completions.create(prompt=prompt + drawn.text, echo=True, max_tokens=0, **fields)
+    told = scored.choices[0].logprobs
+    assert scored.choices[0].text == prompt + drawn.text
+    assert scored.usage.completion_tokens == 0
+    assert told.token_logprobs[0] is None
+    assert told.tokens[-8:] == drawn.logprobs.tokens
+    assert told.token_logprobs[-8:] == pytest.approx(drawn.logprobs.token_logprobs, abs=2e-2)
+
+
 async def test_responses_stream_and_whole_and_a_function_s_round_trip(client):
     fields: Any = {"model": "any", "temperature": 0, "max_output_tokens": 200, "store": False, "extra_body": PLAIN}
     whole = await client.responses.create(input="Tell me about Japan.", **fields)
