@@ -1,13 +1,16 @@
 """MXFP4 experts of a decode step on CUDA: the fast form of `kernels.experts.grouped_experts` for up to 16 rows.
 
-Each distinct expert is read once, straight from its slot in the arena. A thread reads 16 bytes of a row at a time: 32
-codes, exactly one scale group. Which weight of K stands where in the matrix unit's operand is free as long as weights
-and activations agree; so codes never move between threads, and the activations are stored in the order in which a
-thread's codes come (`_position`).
+Each distinct expert is read once, straight from its slot in the arena, by the tensor copy engine where there is one
+(Triton makes plain loads of it elsewhere). Codes become fp16 by shifts alone: the three bits of a magnitude, moved to
+a half's two lowest exponent bits and highest mantissa bit, are the value x 2^-14, subnormals included, exactly. Scales
+stay out of the product: the matrix unit sums one scale group of 32 at a time, and each sum is multiplied by its power
+of two in fp32 as it is added. Activations are 8-bit floats times powers of two: a row of them, times one power of two,
+fits fp16 without loss (`_prepare`, `_gate_up`).
 
-Four launches: `_ordered` puts the rows in that order, `_gate_up` ends in the rounded hidden row of every pick, `_down`
-gives one row a pick, `_sum` adds the picks of a token in the order of k. A token's result is bit-equal whatever tokens
-are beside it: a column of the matrix unit does not see the others, and K is walked in one order.
+Four launches: `_prepare` finds the distinct experts and puts the rows into the order of the codes, `_gate_up` ends in
+the rounded hidden row of every pick, `_down` gives one row a pick, `_sum` adds the picks of a token in the order of k.
+A token's result is bit-equal whatever tokens are beside it: a column of the matrix unit does not see the others, and K
+is walked in one order. Where the device can, the next launch is placed while the one before runs (`_chained`).
 
 Kernels run in Triton's interpreter too (`ASM` off): same arithmetic, decoded without inline assembly.
 """
@@ -16,170 +19,182 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.record import ExpertRecord
+from kernels.record import ExpertRecord, Part
 
 MAX_ROWS = 16
-BLOCK = 128  # weights of a row that four threads hold together: 64 bytes
-GATE_UP_WARPS = 2  # 16 rows a warp: a program's tile is one scale group of the hidden row
-DOWN_WARPS = 4  # where the width allows
+MAX_LIMIT = 64.0  # of the SwiGLU's clamp; while limit^2 x weight < 256, 8-bit hidden rows lose nothing as fp16
 
 
 @triton.jit
 def _position(k):
-    """Where column k of an activation row lies: within 128, thread k // 32, word of four, nibble of eight -> the order
-    of registers. Nibbles n and n + 4 of a word share a register."""
-    inside = k % 128
-    thread, word, nibble = inside // 32, (inside % 32) // 8, inside % 8
-    register, half = nibble % 4, nibble // 4
-    return (k // 128) * 128 + word * 32 + (register // 2) * 16 + thread * 4 + (register % 2) * 2 + half
+    """Where column k of an activation row lies: within a scale group, word of four, byte of four, nibble of two ->
+    word, nibble, byte. A thread of the matrix unit so gets the codes of one word, in the order `_codes` makes them."""
+    return (k // 8) * 8 + (k % 2) * 4 + (k // 2) % 4
 
 
 @triton.jit
-def _codes(word, ASM: tl.constexpr):
-    """Eight e2m1 codes of an int32 -> eight bf16 (fp32 without ASM) of value x 2^-126: sign to bit 15, the three others
-    to bits 8 to 6 of a half, subnormals included, exactly. Nibbles 0 4, 1 5, 2 6, 3 7, each two in one register."""
+def _codes(byte, ASM: tl.constexpr):
+    """Two e2m1 codes of a byte -> two fp16 of value x 2^-14."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, c;
-            shl.b32 a, $8, 6; shl.b32 b, $8, 12; and.b32 b, b, 0x80008000; lop3.b32 c, a, 0x01C001C0, b, 0xEA;
-            mov.b32 {$0, $1}, c;
-            shl.b32 a, $8, 2; shl.b32 b, $8, 8; and.b32 b, b, 0x80008000; lop3.b32 c, a, 0x01C001C0, b, 0xEA;
-            mov.b32 {$2, $3}, c;
-            shr.b32 a, $8, 2; shl.b32 b, $8, 4; and.b32 b, b, 0x80008000; lop3.b32 c, a, 0x01C001C0, b, 0xEA;
-            mov.b32 {$4, $5}, c;
-            shr.b32 a, $8, 6; and.b32 b, $8, 0x80008000; lop3.b32 c, a, 0x01C001C0, b, 0xEA;
-            mov.b32 {$6, $7}, c;
+            .reg .b32 s, low, high;
+            shl.b32 s, $4, 4; and.b32 s, s, 0x80808080; shl.b32 low, $4, 1; lop3.b32 low, low, 0x0E0E0E0E, s, 0xEA;
+            and.b32 s, $4, 0x80808080; shr.b32 high, $4, 3; lop3.b32 high, high, 0x0E0E0E0E, s, 0xEA;
+            prmt.b32 $0, low, 0, 0x1404; prmt.b32 $1, low, 0, 0x3424;
+            prmt.b32 $2, high, 0, 0x1404; prmt.b32 $3, high, 0, 0x3424;
             }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r",
-            [word],
-            dtype=(tl.bfloat16,) * 8,
+            "=&r,=&r,=&r,=&r,r",
+            [byte],
+            dtype=(tl.float16, tl.float16),
             is_pure=True,
-            pack=1,
+            pack=4,
         )
     else:
-        return (
-            _code(word, 0),
-            _code(word, 16),
-            _code(word, 4),
-            _code(word, 20),
-            _code(word, 8),
-            _code(word, 24),
-            _code(word, 12),
-            _code(word, 28),
-        )
+        return _code(byte.to(tl.int32)), _code(byte.to(tl.int32) >> 4)
 
 
 @triton.jit
-def _code(word, SHIFT: tl.constexpr):
-    code = word >> SHIFT
-    return (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+def _code(code):
+    return (((code & 7) << 9) | ((code & 8) << 12)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def _operand(word, scale, ROWS: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    """word [ROWS, 16] int32, scale [ROWS, 4] uint8 -> [ROWS, 128] weights x 2^-64, rows in the order of the matrix
-    unit: warp, eighth, lane of what was loaded as eighth, warp, lane. No value leaves its thread."""
-    e0, e1, e2, e3, e4, e5, e6, e7 = _codes(word, ASM)
-    codes = tl.join(tl.join(tl.join(e0, e1), tl.join(e2, e3)), tl.join(tl.join(e4, e5), tl.join(e6, e7)))
-    # 2^(byte - 127) x 2^126 x 2^-64: so every scale up to 2^65 fits, and the sum is multiplied by 2^64 at the end.
+def _operand(bytes_, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """bytes_ [ROWS, 16], a scale group a row -> [ROWS, 32] fp16 in the order of `_position`."""
+    low, high = _codes(bytes_, ASM)
+    return tl.join(low, high).reshape(ROWS, 4, 4, 2).permute(0, 1, 3, 2).reshape(ROWS, 32)
+
+
+@triton.jit
+def _chained(CHAINED: tl.constexpr):
+    """Lets the next launch begin to be placed, and waits until what the launch before wrote is there."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _dot(weights, x, ASM: tl.constexpr):
     if ASM:
-        power = ((scale.to(tl.int16) + 62) << 7).to(tl.bfloat16, bitcast=True)
-    else:  # the interpreter has no arithmetic in bf16
-        power = ((scale.to(tl.int32) + 62) << 23).to(tl.float32, bitcast=True)
-    weights = codes.reshape(ROWS, 4, 4, 2, 2, 2) * power[:, :, None, None, None, None]
-    ordered = weights.permute(0, 2, 5, 1, 4, 3).reshape(ROWS // (8 * W), W, 8, 128)
-    return ordered.permute(1, 0, 2, 3).reshape(ROWS, 128)
-
-
-@triton.jit
-def _loaded_row(ROWS: tl.constexpr, W: tl.constexpr):
-    """[ROWS]: which row of the tile the operand's row is."""
-    row = tl.arange(0, ROWS)
-    return (row % (ROWS // W)) // 8 * (8 * W) + row // (ROWS // W) * 8 + row % 8
-
-
-@triton.jit
-def _dot(weights, x, acc, ASM: tl.constexpr):
-    if ASM:
-        return tl.dot(weights, x, acc)
+        return tl.dot(weights, x)
     else:
-        return tl.dot(weights, x.to(tl.float32), acc, input_precision="ieee")
+        return tl.dot(weights.to(tl.float32), x.to(tl.float32), input_precision="ieee")
 
 
 @triton.jit
-def _picks_of(picks, pick, count, PICKS: tl.constexpr, M: tl.constexpr):
-    """Of the expert that `pick` is the first to want: its slot (-1: it is not the first, or has none), the picks that
-    want it [M], and which of those there are."""
-    every = tl.arange(0, PICKS)
-    slots = tl.load(picks + every, mask=every < count, other=-1)
-    slot = tl.load(picks + pick)
-    same = slots == slot
-    is_first = tl.sum((same & (every < pick)).to(tl.int32), 0) == 0
-    rank = tl.cumsum(same.to(tl.int32), 0) - 1
-    column = tl.arange(0, M)
-    at = (same[:, None] & (rank[:, None] == column[None, :])).to(tl.int32)
-    found = tl.sum(at * every[:, None], 0)
-    return tl.where(is_first, slot, -1), found, column < tl.sum(same.to(tl.int32), 0)
-
-
-@triton.jit
-def _block(at, scale_at, block, row_words, row_scales, WHOLE: tl.constexpr):
-    """Four groups of a tile's rows: [ROWS, 16] words and [ROWS, 4] scale bytes."""
+def _scale_words(at, block, row_scales, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """at [ROWS]: a row's scale bytes -> those of a block, four in each of [ROWS, BLOCK / 128] int32."""
+    word = block * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
     if WHOLE:
-        return tl.load(at), tl.load(scale_at)
+        return tl.load(at.to(tl.pointer_type(tl.int32))[:, None] + word[None, :])
     else:
-        word, group = block * 16 + tl.arange(0, 16), block * 4 + tl.arange(0, 4)
-        words = tl.load(at, mask=(word < row_words)[None, :], other=0)
-        return words, tl.load(scale_at, mask=(group < row_scales)[None, :], other=127)
+        words = tl.zeros([at.shape[0], BLOCK // 128], tl.int32)
+        for byte in tl.static_range(4):
+            group = (word * 4 + byte)[None, :]
+            words |= tl.load(at[:, None] + group, mask=group < row_scales, other=0).to(tl.int32) << (8 * byte)
+        return words
+
+
+@triton.jit
+def _part(tile, PART: tl.constexpr, PARTS: tl.constexpr):
+    """tile [ROWS, PARTS * width] -> its part of so many, [ROWS, width]."""
+    if PARTS == 1:
+        return tile
+    else:
+        half: tl.constexpr = PARTS // 2
+        first, second = tl.split(tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1))
+        if PART < half:  # noqa: SIM300
+            return _part(first, PART, half)
+        else:
+            return _part(second, PART - half, half)
+
+
+@triton.jit
+def _add(acc, tile, bytes_, acts, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """acc [ROWS, M] and one scale group's product."""
+    part = _dot(_operand(_part(tile, GROUP, GROUPS), ROWS, ASM), acts, ASM)
+    power = ((bytes_ >> (8 * (GROUP % 4))) & 0xFF) << 23
+    return acc + part * power.to(tl.float32, bitcast=True)[:, None]
 
 
 @triton.jit
 def _product(
-    codes, scales, x, row_words, row_scales, x_rows, x_width, valid, one, apart, apart_bytes,
-    ROWS: tl.constexpr, M: tl.constexpr, W: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr, ASM: tl.constexpr,
+    first, second, slot, row, scales, scales2, x, blocks, row_scales, valid,
+    ROWS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """codes, scales: at the tile's first row, as int32 words and bytes; x: ordered activations, x_rows [M] of them ->
-    [ROWS, M] fp32, rows as `_loaded_row` says; of a PAIR of matrices, the second lies `apart` words behind, its scales
-    `apart_bytes`. WHOLE: a row is whole blocks of 128. A block is loaded while the one before is multiplied."""
-    row = tl.arange(0, ROWS)
-    at = codes + row[:, None] * row_words + tl.arange(0, 16)[None, :]
-    # `one` is 1, which the compiler must not know: else a thread loads four scales at once, and they change hands.
-    scale_at = scales + row[:, None] * row_scales + tl.arange(0, 4)[None, :] * one
-    x_at = x + x_rows[None, :] * x_width + tl.arange(0, 128)[:, None]
-    blocks = tl.cdiv(row_words, 16)
+    """first, of a PAIR second too: a part of every slot, taken at `slot` from `row` on, BLOCK weights of ROWS rows at a
+    time; scales, scales2 [ROWS]: a row's first scale; x [M]: activation rows in the order of `_position` -> one or two
+    [ROWS, M] fp32 x 2^-14. WHOLE: a row is whole blocks."""
     acc, acc2 = tl.zeros([ROWS, M], tl.float32), tl.zeros([ROWS, M], tl.float32)
-    words, bytes_ = _block(at, scale_at, 0, row_words, row_scales, WHOLE)
-    words2, bytes2 = words, bytes_
-    if PAIR:
-        words2, bytes2 = _block(at + apart, scale_at + apart_bytes, 0, row_words, row_scales, WHOLE)
-    for block in range(0, blocks):
-        step = tl.where(block + 1 < blocks, 1, 0)  # the last block is loaded twice
-        at += 16 * step
-        scale_at += 4 * step
-        next_words, next_bytes = _block(at, scale_at, block + step, row_words, row_scales, WHOLE)
-        next_words2, next_bytes2 = next_words, next_bytes
+    column = tl.arange(0, BLOCK)
+    for block in tl.range(0, blocks, num_stages=STAGES):
+        tile = first.load([slot, row, block * (BLOCK // 2)]).reshape(ROWS, BLOCK // 2)
         if PAIR:
-            next_words2, next_bytes2 = _block(
-                at + apart, scale_at + apart_bytes, block + step, row_words, row_scales, WHOLE
-            )
-        acts = tl.load(x_at, mask=valid[None, :], other=0.0)
-        x_at += 128
-        acc = _dot(_operand(words, bytes_, ROWS, W, ASM), acts, acc, ASM)
+            tile2 = second.load([slot, row, block * (BLOCK // 2)]).reshape(ROWS, BLOCK // 2)
+        words = _scale_words(scales, block, row_scales, BLOCK, WHOLE)
         if PAIR:
-            acc2 = _dot(_operand(words2, bytes2, ROWS, W, ASM), acts, acc2, ASM)
-        words, bytes_, words2, bytes2 = next_words, next_bytes, next_words2, next_bytes2
-    return acc * 18446744073709551616.0, acc2 * 18446744073709551616.0
+            words2 = _scale_words(scales2, block, row_scales, BLOCK, WHOLE)
+        rows = tl.load(x[:, None] + (block * BLOCK + column)[None, :], mask=valid[:, None], other=0.0)
+        for group in tl.static_range(BLOCK // 32):
+            if group % 4 == 0:
+                bytes_ = tl.sum(_part(words, group // 4, BLOCK // 128), 1)
+                if PAIR:
+                    bytes2 = tl.sum(_part(words2, group // 4, BLOCK // 128), 1)
+            acts = _part(rows, group, BLOCK // 32).trans(1, 0)
+            acc = _add(acc, tile, bytes_, acts, group, BLOCK // 32, ROWS, ASM)
+            if PAIR:
+                acc2 = _add(acc2, tile2, bytes2, acts, group, BLOCK // 32, ROWS, ASM)
+    return acc, acc2
 
 
 @triton.jit
-def _ordered(x, out, width, padded, SIZE: tl.constexpr):
-    """x [T, width] fp32, rounded already -> out [T, padded] bf16 in the order of a thread's codes."""
+def _exponent(value):
+    """Of a positive fp32: 2^n <= value < 2^(n+1)."""
+    return ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+
+
+@triton.jit
+def _power(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _prepare(
+    x, picks, table, ordered, factors, count, width, padded,
+    SIZE: tl.constexpr, PICKS: tl.constexpr, M: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A program a row: x [T, width] -> ordered [T, padded] fp16, times 2^15 / (power of two of its largest), whose
+    inverse goes to factors [T]. One program more: table, int32: slot of each distinct expert in the order of first
+    pick [PICKS], -1 behind them; the picks that want each [PICKS, M], -1 behind them."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    value = tl.load(x + row * width + column, mask=column < width, other=0.0)
-    tl.store(out + row * padded + _position(column), value.to(tl.bfloat16))
+    if row < tl.num_programs(0) - 1:
+        column = tl.arange(0, SIZE)
+        value = tl.load(x + row * width + column, mask=column < width, other=0.0)
+        exponent = tl.maximum(_exponent(tl.max(tl.abs(value), 0)), -100)
+        at = ordered + row * padded + _position(column)
+        tl.store(at, (value * _power(15 - exponent)).to(tl.float16), mask=column < padded)
+        tl.store(factors + row, _power(exponent - 1))  # times 2^-15 x 2^14 of the codes
+    else:
+        every = tl.arange(0, PICKS)
+        slots = tl.load(picks + every, mask=every < count, other=-1)
+        same = (slots[:, None] == slots[None, :]) & (slots >= 0)[:, None]  # [of, among]
+        before = tl.sum((same & (every[None, :] < every[:, None])).to(tl.int32), 1)
+        first = (before == 0) & (slots >= 0)
+        order = tl.cumsum(first.to(tl.int32), 0) - 1
+        leader = tl.min(tl.where(same, every[None, :], PICKS), 1)
+        expert = tl.sum(tl.where(every[None, :] == leader[:, None], order[None, :], 0), 1)
+        tl.store(table + every, tl.full([PICKS], -1, tl.int32))
+        wanted = tl.arange(0, M)
+        tl.store(table + PICKS + every[:, None] * M + wanted[None, :], tl.full([PICKS, M], -1, tl.int32))
+        tl.debug_barrier()
+        tl.store(table + expert, slots, mask=first)
+        tl.store(table + PICKS + expert * M + before, every, mask=slots >= 0)
 
 
 @triton.jit
@@ -207,65 +222,97 @@ def _fp8(value):
     return tl.where(tl.abs(code) < 0.015625, small, _kept(code, 20)) * scale[None, :]
 
 
-@triton.jit(do_not_specialize=["one"])
-def _gate_up(
-    slots, slot_words, picks, weights, x, hidden, count, top_k, limit, row_words, row_scales,
-    w3_words, s1_bytes, s3_bytes, x_width, hidden_width, one,
-    PICKS: tl.constexpr, M: tl.constexpr, W: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """One scale group of the hidden row of every pick of one expert: bf16 of fp8(w * silu(min(g, L)) * clamp(u))."""
-    tile = tl.program_id(0)
-    slot, found, valid = _picks_of(picks, tl.program_id(1), count, PICKS, M)
-    if slot < 0:
-        return
-    ROWS: tl.constexpr = 16 * W
-    words = slots + slot.to(tl.int64) * slot_words + tile * ROWS * row_words
-    scales = (slots + slot.to(tl.int64) * slot_words).to(tl.pointer_type(tl.uint8)) + tile * ROWS * row_scales
-    rows = found // top_k
-    gate, up = _product(
-        words, scales + s1_bytes, x, row_words, row_scales, rows, x_width, valid, one, w3_words, s3_bytes - s1_bytes,
-        ROWS, M, W, WHOLE, True, ASM,
-    )  # fmt: skip
-    gate, up = tl.minimum(_rounded(gate), limit), tl.maximum(tl.minimum(_rounded(up), limit), -limit)
-    weight = tl.load(weights + found, mask=valid, other=0.0)
-    value = gate / (1.0 + tl.exp(-gate)) * up * weight[None, :]
-    out = _fp8(_rounded(value))
-    at = _position(tile * ROWS + _loaded_row(ROWS, W))
-    tl.store(hidden + found[None, :] * hidden_width + at[:, None], out.to(tl.bfloat16), mask=valid[None, :])
-
-
-@triton.jit(do_not_specialize=["one"])
-def _down(
-    slots, slot_words, picks, hidden, out, count, row_words, row_scales, outer, w2_words, s2_bytes, hidden_width, one,
-    PICKS: tl.constexpr, M: tl.constexpr, W: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """16 * W outputs of every pick of one expert, [picks, outer] fp32."""
-    tile = tl.program_id(0)
-    slot, found, valid = _picks_of(picks, tl.program_id(1), count, PICKS, M)
-    if slot < 0:
-        return
-    ROWS: tl.constexpr = 16 * W
-    record = slots + slot.to(tl.int64) * slot_words
-    words = record + w2_words + tile * ROWS * row_words
-    scales = record.to(tl.pointer_type(tl.uint8)) + s2_bytes + tile * ROWS * row_scales
-    acc, _ = _product(
-        words, scales, hidden, row_words, row_scales, found, hidden_width, valid, one, 0, 0,
-        ROWS, M, W, WHOLE, False, ASM,
-    )  # fmt: skip
-    row = tile * ROWS + _loaded_row(ROWS, W)
-    tl.store(out + found[None, :] * outer + row[:, None], acc, mask=valid[None, :])
+@triton.jit
+def _ceiling_exponent(weight, limit):
+    """n: no hidden value goes beyond |weight| * limit^2 < 2^(n + 1), to which 8-bit rounding may raise it. Its smallest
+    step is 2^-31 (a group's scale is 2^-22 or more), and 2^(n - 38) is the smallest that fp16 then holds."""
+    return tl.maximum(_exponent(tl.abs(weight) * limit * limit), -100)
 
 
 @triton.jit
-def _sum(parts, picks, out, outer, TOP_K: tl.constexpr, SIZE: tl.constexpr):
+def _gate_up(
+    w1, w3, scales, slot_bytes, table, weights, x, factors, hidden, top_k, limit, blocks, row_scales,
+    s1_bytes, s3_bytes, x_width, hidden_width,
+    PICKS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One scale group of the hidden row of every pick of one expert: fp8(w * silu(min(g, L)) * clamp(u)) as fp16, times
+    2^14 over the power of two that the clamp keeps it below."""
+    _chained(CHAINED)
+    tile = tl.program_id(0)
+    slot = tl.load(table + tl.program_id(1))
+    if slot < 0:
+        return
+    found = tl.load(table + PICKS + tl.program_id(1) * M + tl.arange(0, M))
+    valid = found >= 0
+    found = tl.maximum(found, 0)
+    at = scales + slot.to(tl.int64) * slot_bytes + (tile * 32 + tl.arange(0, 32)) * row_scales
+    gate, up = _product(
+        w1, w3, slot, tile * 32, at + s1_bytes, at + s3_bytes, x + found // top_k * x_width, blocks, row_scales, valid,
+        32, M, BLOCK, True, WHOLE, STAGES, ASM,
+    )  # fmt: skip
+    factor = tl.load(factors + found // top_k)
+    gate, up = _rounded(gate * factor[None, :]), _rounded(up * factor[None, :])
+    gate, up = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
+    weight = tl.load(weights + found)
+    value = gate / (1.0 + tl.exp(-gate)) * up * weight[None, :]
+    out = _fp8(_rounded(value)) * _power(14 - _ceiling_exponent(weight, limit))[None, :]
+    at = tile * 32 + _position(tl.arange(0, 32))
+    tl.store(hidden + found[None, :] * hidden_width + at[:, None], out.to(tl.float16), mask=valid[None, :])
+
+
+@triton.jit
+def _down(
+    w2, scales, slot_bytes, table, weights, hidden, out, limit, blocks, row_scales, outer, s2_bytes, hidden_width,
+    PICKS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """ROWS outputs of every pick of one expert, [picks, outer] fp32."""
+    _chained(CHAINED)
+    tile = tl.program_id(0)
+    slot = tl.load(table + tl.program_id(1))
+    if slot < 0:
+        return
+    found = tl.load(table + PICKS + tl.program_id(1) * M + tl.arange(0, M))
+    valid = found >= 0
+    found = tl.maximum(found, 0)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    at = scales + slot.to(tl.int64) * slot_bytes + s2_bytes + row * row_scales
+    acc, _ = _product(
+        w2, w2, slot, tile * ROWS, at, at, hidden + found * hidden_width, blocks, row_scales, valid,
+        ROWS, M, BLOCK, False, WHOLE, STAGES, ASM,
+    )  # fmt: skip
+    factor = _power(_ceiling_exponent(tl.load(weights + found), limit))
+    tl.store(out + found[None, :] * outer + row[:, None], acc * factor[None, :], mask=valid[None, :])
+
+
+@triton.jit
+def _sum(parts, picks, out, outer, TOP_K: tl.constexpr, SIZE: tl.constexpr, CHAINED: tl.constexpr):
     """parts [T, k, outer] -> out [T, outer], in the order of k; picks without a slot count for nothing."""
+    _chained(CHAINED)
     row = tl.program_id(0)
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros([SIZE], tl.float32)
-    for k in range(TOP_K):
+    for k in tl.static_range(TOP_K):
         here = tl.load(picks + row * TOP_K + k) >= 0
         total += tl.load(parts + (row * TOP_K + k) * outer + column, mask=here & (column < outer), other=0.0)
     tl.store(out + row * outer + column, total, mask=column < outer)
+
+
+# Both keep a block of threads within 27 KB of shared memory and 130 registers: what any device since sm_80 has.
+GATE_UP = {"BLOCK": 256, "STAGES": 3, "num_warps": 2}
+DOWN = {"BLOCK": 128, "STAGES": 3, "num_warps": 2}
+DOWN_ROWS = 64  # where the width allows
+
+
+def _tiles(slots: Tensor, record: ExpertRecord, part: Part, rows: int, block: int) -> TensorDescriptor:
+    """A part of every slot, to be read in tiles of `rows` x `block` weights."""
+    shape, strides = [len(slots), part.rows, part.row_bytes], [record.slot_bytes, part.row_bytes, 1]
+    return TensorDescriptor(slots[:, part.offset :], shape, strides, [1, rows, block // 2])
+
+
+def _up_to(width: int, multiple: int) -> int:
+    return -(-width // multiple) * multiple
 
 
 def grouped_experts(
@@ -276,26 +323,39 @@ def grouped_experts(
     tokens, top_k = picks.shape
     if tokens > MAX_ROWS:
         raise ValueError(f"{tokens} rows, a decode step has {MAX_ROWS} at most")
+    if not 0 < limit <= MAX_LIMIT:
+        raise ValueError(f"a clamp at {limit}: hidden rows are kept as fp16, which needs one of {MAX_LIMIT} at most")
     d, n, count = record.hidden, record.share, tokens * top_k
     w1, w3, w2, s1, s3, s2 = record.parts
-    words, slot_words = slots.view(torch.int32), record.slot_bytes // 4
-    picks = picks.to(torch.int32).contiguous()
-    x_width, hidden_width = (-(-width // BLOCK) * BLOCK for width in (d, n))
-    ordered = torch.empty(tokens, x_width, dtype=torch.bfloat16, device=x.device)
-    hidden = torch.zeros(count, hidden_width, dtype=torch.bfloat16, device=x.device)
+    picks, weights = picks.to(torch.int32).contiguous(), weights.contiguous()
+    x_width, hidden_width = _up_to(d, GATE_UP["BLOCK"]), _up_to(n, DOWN["BLOCK"])
+    m, every = 8 if tokens <= 8 else 16, max(64, triton.next_power_of_2(count))
+    table = torch.empty(every * (1 + m), dtype=torch.int32, device=x.device)
+    ordered = torch.empty(tokens, x_width, dtype=torch.float16, device=x.device)
+    factors = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    hidden = torch.empty(count, hidden_width, dtype=torch.float16, device=x.device)
+    if hidden_width != n:
+        hidden.zero_()
     parts = torch.empty(count, d, dtype=torch.float32, device=x.device)
     out = torch.empty(tokens, d, dtype=torch.float32, device=x.device)
-    shape = {"PICKS": triton.next_power_of_2(count), "M": 8 if tokens <= 8 else 16, "ASM": asm}
-    _ordered[(tokens, x_width // BLOCK)](x.contiguous(), ordered, d, x_width, BLOCK)
-    _gate_up[(n // (16 * GATE_UP_WARPS), count)](
-        words, slot_words, picks, weights.contiguous(), ordered, hidden, count, top_k, limit, d // 8, d // 32,
-        (w3.offset - w1.offset) // 4, s1.offset, s3.offset, x_width, hidden_width, 1, WHOLE=d % BLOCK == 0,
-        W=GATE_UP_WARPS, num_warps=GATE_UP_WARPS, num_stages=1, **shape,
+    chained = asm and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    shape = {"PICKS": every, "M": m, "ASM": asm, "CHAINED": chained}
+    launch = {"launch_pdl": True} if chained else {}
+    _prepare[(tokens + 1,)](
+        x.contiguous(), picks, table, ordered, factors, count, d, x_width, SIZE=triton.next_power_of_2(x_width),
+        PICKS=every, M=m, CHAINED=chained, num_warps=8,
     )  # fmt: skip
-    warps = DOWN_WARPS if d % (16 * DOWN_WARPS) == 0 else 2  # a width is a multiple of 32
-    _down[(d // (16 * warps), count)](
-        words, slot_words, picks, hidden, parts, count, n // 8, n // 32, d, w2.offset // 4, s2.offset, hidden_width, 1,
-        WHOLE=n % BLOCK == 0, W=warps, num_warps=warps, num_stages=1, **shape,
+    block = GATE_UP["BLOCK"]
+    _gate_up[(n // 32, count)](
+        _tiles(slots, record, w1, 32, block), _tiles(slots, record, w3, 32, block), slots, record.slot_bytes, table,
+        weights, ordered, factors, hidden, top_k, limit, x_width // block, d // 32, s1.offset, s3.offset, x_width,
+        hidden_width, WHOLE=d % block == 0, **shape, **GATE_UP, **launch,
     )  # fmt: skip
-    _sum[(tokens, -(-d // 1024))](parts, picks, out, d, top_k, 1024)
+    block, rows = DOWN["BLOCK"], DOWN_ROWS if d % DOWN_ROWS == 0 else 32  # a width is a multiple of 32
+    _down[(d // rows, count)](
+        _tiles(slots, record, w2, rows, block), slots, record.slot_bytes, table, weights, hidden, parts, limit,
+        hidden_width // block, n // 32, d, s2.offset, hidden_width, ROWS=rows, WHOLE=n % block == 0, **shape, **DOWN,
+        **launch,
+    )  # fmt: skip
+    _sum[(tokens, -(-d // 1024))](parts, picks, out, d, top_k, SIZE=1024, CHAINED=chained, **launch)
     return out
