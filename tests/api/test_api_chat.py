@@ -258,6 +258,8 @@ async def test_length(server, engine):
     [choice] = reply["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
     assert choice["message"]["reasoning_content"] == "thinking about"
+    thought = len(engine.ids("thinking about"))
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == thought > 0
 
 
 async def test_characters_of_several_tokens(server, engine, tokenizer):
