@@ -2,8 +2,9 @@
 
     python bench/http_overhead.py [STREAMS] [SECONDS]
 
-Prints what the streams lose of the source's rate, the loop thread's share of a core, and the median time from a token's
-birth to its reader. To be run on a machine at rest.
+The source is a thread, as the engine is: RATE times a second it hands one token of each stream to the real
+`EngineClient`. Prints what the streams lose of that rate, the loop thread's share of a core while they run, and the
+time from a token's handing over to its reader, who is another process with the same clock. To be run at rest.
 """
 
 import asyncio
@@ -12,9 +13,11 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -22,64 +25,83 @@ import aiohttp
 from tided.api.app import build_app
 from tided.api.door import Door
 from tided.chat.families import DEEPSEEK_V41
-from tided.chat.messages import Segment
 from tided.chat.tokenizer import Tokenizer
+from tided.engine.client import EngineClient
+from tided.engine.stats import Residency
 from tided.engine.types import Event, Finished, Request, Started, Tokens
 from tided.settings import Cache, Experts, Model, Settings
 
 RATE = 200
 MINI = Path(__file__).parents[1] / "minis" / "deepseek"
+TEXT = "The tide comes in, and the tide goes out: at four in the morning, 涨潮 🌊, nobody sees it. "
+ASK = {
+    "messages": [{"role": "user", "content": "go"}],
+    "stream": True,
+    "enable_thinking": False,
+    "ignore_eos": True,
+    "loop_break": 0,
+    "x_engine_stats": False,
+}
 
 
-class Source:
-    """Every request is answered with `count` tokens at RATE a second; `born` keeps when each was due and sent."""
+class Source(SimpleNamespace):
+    """What `EngineClient` needs of an engine. `born[n]`: when the n-th token of every stream was handed over."""
 
-    def __init__(self, token: int, count: int) -> None:
-        self.token, self.count = token, count
-        self.born: list[list[float]] = []
+    def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop, ids: Sequence[int], streams: int) -> None:
+        super().__init__(residency=Residency(1, 1, 1, ""), expert_reads={}, seq=0, last_step_s=0.0, traces=None)
+        self.client, self.loop, self.ids, self.streams = client, loop, ids, streams
+        self.requests: list[Request] = []
+        self.born: list[float] = []
+        self.began_s = self.loop_s = self.took_s = 0.0
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
-    async def submit(self, request: Request, guide: object = None, pixels: object = ()) -> AsyncIterator[Event]:
-        born: list[float] = []
-        self.born.append(born)
-        yield Started(request.request_id)
-        start = time.monotonic()
-        for number in range(self.count):
-            await asyncio.sleep(max(0.0, start + number / RATE - time.monotonic()))
-            born.append(time.monotonic())
-            yield Tokens(request.request_id, [self.token])
-        yield Finished(request.request_id, "length", len(request.prompt_ids), self.count, {})
+    def submit(self, request: Request, *_: Any) -> None:
+        """All streams begin together."""
+        self.requests.append(request)
+        if len(self.requests) == self.streams:
+            self.thread.start()
 
     def cancel(self, request_id: str) -> None:
-        pass
+        raise SystemExit("a stream was given up")
 
-    def health(self) -> dict[str, Any]:
-        return {"state": "ready", "fault": "", "lanes": {"total": 64, "busy": 0}, "queue": 0, "busy": True}
+    def _run(self) -> None:
+        names, count = [one.request_id for one in self.requests], self.requests[0].max_tokens
+        self.client.post([Started(name) for name in names])
+        loop_s = self._loop_s()
+        self.began_s = began_s = time.monotonic()
+        for number in range(count):
+            time.sleep(max(0.0, began_s + number / RATE - time.monotonic()))
+            events: list[Event] = [Tokens(name, [self.ids[number % len(self.ids)]]) for name in names]
+            self.born.append(time.monotonic())
+            self.client.post(events)
+        self.took_s, self.loop_s = time.monotonic() - began_s, self._loop_s() - loop_s
+        self.client.post([Finished(name, "length", 1, count, {}) for name in names])
 
-    def figures(self) -> dict[str, float]:
-        return {}
+    def _loop_s(self) -> float:
+        """The loop thread's time on a core."""
 
-    def trace(self, request_id: str) -> None:
-        return None
+        async def read() -> float:
+            return time.thread_time()
 
-    def expert_map(self, slots: bool = False) -> None:
-        return None
+        return asyncio.run_coroutine_threadsafe(read(), self.loop).result(10)
 
 
-async def read(url: str, streams: int) -> None:
-    """The other process: arrival times of every stream's pieces, as JSON."""
-    body = {
-        "messages": [{"role": "user", "content": "go"}],
-        "stream": True,
-        "enable_thinking": False,
-        "max_tokens": 9000,
-    }
+async def read(url: str, streams: int, tokens: int) -> None:
+    """The other process. For each stream: (when, characters so far) of every piece."""
 
-    async def one(session: aiohttp.ClientSession) -> list[float]:
-        times = []
-        async with session.post(f"{url}/v1/chat/completions", json=body) as reply:
+    async def one(session: aiohttp.ClientSession) -> list[tuple[float, int]]:
+        lines: list[tuple[float, bytes]] = []
+        async with session.post(f"{url}/v1/chat/completions", json=ASK | {"max_tokens": tokens}) as reply:
             async for line in reply.content:
-                times += [time.monotonic()] if b'"content": "' in line and b'"role"' not in line else []
-        return times
+                lines.append((time.monotonic(), line))
+        assert lines[-2][1] == b"data: [DONE]\n", lines[-2]
+        found, characters = [], 0
+        for when, line in lines:
+            chunk = json.loads(line[6:]) if line.startswith(b'data: {"id"') else {"choices": []}
+            for choice in chunk["choices"]:
+                characters += len(choice["delta"].get("content", ""))
+                found.append((when, characters))
+        return found
 
     async with aiohttp.ClientSession() as session:
         print(json.dumps(await asyncio.gather(*(one(session) for _ in range(streams)))))
@@ -87,38 +109,54 @@ async def read(url: str, streams: int) -> None:
 
 async def measure(streams: int, seconds: float) -> None:
     tokenizer = Tokenizer.open(MINI)
-    [token, *_] = tokenizer.encode([Segment("tide")])
-    source = Source(token, int(RATE * seconds))
+    ids, count = tokenizer.encode_text(TEXT), int(RATE * seconds)
+    client = EngineClient(streams, 0, tokenizer.token_bytes)
+    source = Source(client, asyncio.get_running_loop(), ids, streams)
+    client.attach(source)  # type: ignore[arg-type]
     settings = Settings(
         model=Model(path=str(MINI), served_name="m"),
         experts=Experts(resident=1),
-        cache=Cache(context_tokens=1 << 16, pool_tokens=1 << 20),
+        cache=Cache(context_tokens=1 << 20, pool_tokens=1 << 24),
     )
     listener = socket.create_server(("127.0.0.1", 0))
-    door = await Door.open(build_app(source, tokenizer, DEEPSEEK_V41, settings), listener)
+    door = await Door.open(build_app(client, tokenizer, DEEPSEEK_V41, settings), listener)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    began_s, busy_s = time.monotonic(), time.thread_time()
     reader = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--read", url, str(streams), stdout=subprocess.PIPE
+        sys.executable, __file__, "--read", url, str(streams), str(count), stdout=subprocess.PIPE
     )
     out, _ = await reader.communicate()
-    took_s, busy_s = time.monotonic() - began_s, time.thread_time() - busy_s
     await door.close()
-    arrived = sorted(json.loads(out))
-    late = [
-        there - born
-        for times, due in zip(arrived, sorted(source.born), strict=True)
-        for there, born in zip(times, due, strict=False)
-    ]
-    spans = [(len(times) - 1) / (times[-1] - times[0]) for times in arrived]
-    print(f"{streams} streams of {RATE} tok/s: lost {100 * (1 - statistics.mean(spans) / RATE):.2f} %")
-    print(f"loop thread {100 * busy_s / took_s:.1f} % of a core (source included)")
-    print(f"added latency: median {1e3 * statistics.median(late):.3f} ms, worst {1e3 * max(late):.2f} ms")
+    report(json.loads(out), source, tokenizer)
+
+
+def report(streams: list[list[tuple[float, int]]], source: Source, tokenizer: Tokenizer) -> None:
+    """A token has arrived with the piece that brings the last of its characters, wherever pieces are cut or joined."""
+    decoder, ends, characters = tokenizer.decoder(), [], 0
+    for number in range(len(source.born)):
+        characters += len(decoder.feed([source.ids[number % len(source.ids)]]))
+        ends.append(characters)
+    late, rates = [], []
+    for pieces in streams:
+        assert pieces[-1][1] == ends[-1], "a stream is not whole"
+        at = 0
+        for born, end in zip(source.born, ends, strict=True):
+            while pieces[at][1] < end:
+                at += 1
+            late.append(pieces[at][0] - born)
+        rates.append((len(ends) - 1) / (pieces[-1][0] - source.began_s))
+    cuts = statistics.quantiles(late, n=100)
+    print(f"{len(streams)} streams of {RATE} tok/s: lost {100 * (1 - min(rates) / RATE):.2f} % (the slowest)")
+    print(f"loop thread {100 * source.loop_s / source.took_s:.1f} % of a core")
+    print(
+        f"added latency: median {1e3 * cuts[49]:.3f} ms, 99th {1e3 * cuts[98]:.2f} ms, worst {1e3 * max(late):.2f} ms"
+    )
+    slips = [born - source.began_s - number / RATE for number, born in enumerate(source.born)]
+    print(f"the source itself: median {1e3 * statistics.median(slips):.3f} ms late, worst {1e3 * max(slips):.2f} ms")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--read"]:
-        asyncio.run(read(sys.argv[2], int(sys.argv[3])))
+        asyncio.run(read(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
     else:
         import uvloop
 

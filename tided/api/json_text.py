@@ -7,5 +7,8 @@ from typing import Any
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` would make an encoder for every token
+
+
 def to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False).translate(_LINE_ENDS)
+    return _encode(value).translate(_LINE_ENDS)
