@@ -200,7 +200,7 @@ class Executor:
         end = work.start + work.count
         lane.masks.add(self.residents.mask_hash)
         if work.count:
-            ids = torch.tensor(prompt[work.start : end], dtype=torch.int64, device=self._device)
+            ids = torch.tensor(prompt[work.start : end], dtype=torch.int64)
             pictured = self.sight.of_chunk(work.lane, lane.request, work.start, end)
             last = end == len(prompt)
             wanted: Literal["none", "last", "all"] = "all" if lane.request.scored else "last" if last else "none"
@@ -242,7 +242,8 @@ class Executor:
         self._propose(lanes, work.propose)
 
     def _ids(self, tokens: list[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=self._device)
+        """On the CPU, where a model looks at them too."""
+        return torch.tensor(tokens, dtype=torch.int64)
 
     def _verify(self, index: int, block: list[int], logits: Tensor, outcome: Outcome) -> None:
         """logits [rows, vocab] of the lane's newest token and the drafts behind it. Drafts that are not what is drawn,
@@ -269,7 +270,7 @@ class Executor:
                 [lane.request.sampling for lane in open_], [lane.state.position + 1 for lane in open_]
             )
             draft = self.model.propose(
-                [lane.state for lane in open_], self._ids([lane.token for lane in open_]), choose
+                [lane.state for lane in open_], self._ids([lane.token for lane in open_]).to(self._device), choose
             )
             for lane, ids, sure in zip(open_, draft.ids.tolist(), draft.confidence.tolist(), strict=True):
                 lane.drafts, lane.sure = ids[: lane.draft_room], sure[: lane.draft_room]
