@@ -170,7 +170,7 @@ class Engine(Section, frozen=True):
         int,
         _doc(
             "policy",
-            "Times in a row that a cycle of tokens may come before its answer is ended, of a request that does not say; "
+            "Times in a row that a cycle of tokens may come before the answer is ended, if a request does not say; "
             "rows of data may come 32 times as often. 0: it may go on.",
             ge=0,
             le=1000,
@@ -232,6 +232,9 @@ class Server(Section, frozen=True):
     model_aliases: Annotated[
         tuple[Annotated[str, Meta(min_length=1)], ...], _doc("policy", "Further names in the list of models.")
     ] = ()
+    strict_model: Annotated[
+        bool, _doc("policy", "Answer a request for a model of another name by 404; else it is served all the same.")
+    ] = False
     anthropic_stats: Annotated[bool, _doc("policy", "Add `x_engine_stats` to replies of /v1/messages.")] = False
     metrics_open: Annotated[bool, _doc("policy", "Serve /metrics without a key.")] = False
     thinking: Annotated[bool, _doc("policy", "Whether the model thinks first when a request does not say.")] = True
@@ -248,7 +251,7 @@ class Server(Section, frozen=True):
 class Vision(Section, frozen=True):
     rank: Annotated[
         int,
-        _doc("numbers", "The rank that holds the vision tower and runs it; -1: none, images are refused.", ge=-1, le=63),
+        _doc("numbers", "The rank that holds and runs the vision tower; -1: none, images are refused.", ge=-1, le=63),
     ] = -1
     max_images: Annotated[int, _doc("policy", "Most images of one request.", ge=1, le=1024)] = 32
     max_image_bytes: Annotated[int, _doc("policy", "Largest file of an image.", ge=1024, le=1 << 29)] = 20_000_000

@@ -147,6 +147,19 @@ async def test_without_thinking_nothing_of_it_leaks_and_the_statistics_say_what_
     assert "without thinking" in note
 
 
+async def test_an_image_is_refused_in_the_question_and_a_reminder_in_the_history(server, engine, glm):
+    """The model sees none; one that was sent once must not end the conversation for good."""
+    engine.script("</think>x")
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    asked = {"role": "user", "content": [{"type": "text", "text": "look"}, image]}
+    error = await server.refused({"messages": [asked]})
+    assert error["code"] == "image_input_not_supported"
+    assert error["param"].startswith("messages[0].content[1]")
+    later = [asked, {"role": "assistant", "content": "I cannot"}, {"role": "user", "content": "then not"}]
+    assert (await server.ask({"messages": later}))[0] == 200
+    assert "look<reminder>You are unable to process this image" in prompt_of(engine, glm)
+
+
 async def test_a_role_token_ends_the_answer_and_is_not_shown(server, engine):
     """Also where an engine goes on behind it."""
     engine.script("answer<|user|>", "and a question of its own")

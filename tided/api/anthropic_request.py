@@ -5,7 +5,15 @@ from collections.abc import Callable
 import msgspec
 
 from tided.api.body import parse_object
-from tided.api.chat_request import MAX_STOP_CHARACTERS, MAX_STOPS, ChatRequest, fidelity_of, loop_break_of, sampling_of
+from tided.api.chat_request import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    ChatRequest,
+    cache_salt_of,
+    fidelity_of,
+    loop_break_of,
+    sampling_of,
+)
 from tided.api.ids import new_id
 from tided.api.prepare import Prepared, prepare_chat, rendered
 from tided.api.served import ServedModel
@@ -42,7 +50,7 @@ def count_tokens(body: bytes | bytearray, served: ServedModel, alive: Callable[[
     """Tokens of the prompt that `prepare_message` would make, also of one that is too long."""
     fields = Fields(parse_object(body))
     alive()
-    _check_others(fields)
+    _check_others(fields, served)
     conversation, _ = parse_request(fields, served.settings.server.thinking, family=served.family)
     prompt = rendered(conversation, served)
     count = 0
@@ -57,7 +65,7 @@ def parse_message_request(body: Fields, served: ServedModel) -> ChatRequest:
     max_tokens = body.integer("max_tokens", 1)
     if max_tokens is None:
         refuse("max_tokens", "expected an integer of at least 1")
-    _check_others(body)
+    _check_others(body, served)
     conversation, shape = parse_request(body, settings.server.thinking, family=served.family)
     return ChatRequest(
         conversation=conversation,
@@ -75,6 +83,7 @@ def parse_message_request(body: Fields, served: ServedModel) -> ChatRequest:
         fidelity=fidelity_of(body, settings.tide.fidelity),
         loop_break=loop_break_of(body, settings.engine.loop_break),
         shape=shape,
+        cache_salt=cache_salt_of(body),
     )
 
 
@@ -86,8 +95,8 @@ def _stops(body: Fields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop for stop in given if stop))
 
 
-def _check_others(body: Fields) -> None:
+def _check_others(body: Fields, served: ServedModel) -> None:
     """Fields that would change an answer's content and that this server does not implement."""
-    body.string("model")
+    served.check_model(body.string("model"))
     if body.array("mcp_servers", 1000):
         refuse("mcp_servers", "this server calls no other servers; leave it out")

@@ -18,6 +18,7 @@ from tided.chat.text import shorten
 from tided.engine.types import Fidelity, Sampling
 
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_BIASES, MAX_N, MAX_TOP_LOGPROBS = 16, 256, 64, 1024, 4, 20
+MAX_SALT_CHARACTERS = 256
 MAX_LOOP_BREAK = 1000
 DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 1.0, 0.95
 
@@ -25,7 +26,7 @@ DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 1.0, 0.95
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`max_tokens` None: the default limit. `max_calls`: the answer ends after that many tool calls. `n`: answers, with
     seeds that follow each other. `logprobs`, `loop_break`: as in `Request`. `reasoning_apart` False: it is part of the
-    text."""
+    text. `show_stop`: the stop string that ended the answer is part of it."""
 
     conversation: Conversation
     sampling: Sampling
@@ -47,11 +48,13 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_logprobs: bool = False
     reasoning_apart: bool = True
     shape: AnswerShape = FREE
+    show_stop: bool = False
+    cache_salt: str = ""
 
 
 def parse_chat_request(body: Fields, served: ServedModel) -> ChatRequest:
     thinking, vocabulary_tokens = served.settings.server.thinking, served.tokenizer.vocabulary_tokens
-    body.string("model")
+    served.check_model(body.string("model"))
     refuse_unbuilt(body)
     options = body.fields("stream_options")
     tools = parse_tools(body)
@@ -81,6 +84,8 @@ def parse_chat_request(body: Fields, served: ServedModel) -> ChatRequest:
         reasoning_logprobs=body.boolean("logprobs_include_reasoning") or False,
         reasoning_apart=body.boolean("separate_reasoning") is not False,
         shape=shape,
+        show_stop=body.boolean("include_stop_str_in_output") or False,
+        cache_salt=cache_salt_of(body),
     )
 
 
@@ -182,6 +187,14 @@ def stops_of(body: Fields) -> tuple[str, ...]:
         if not isinstance(stop, str) or len(stop) > MAX_STOP_CHARACTERS:
             refuse(f"stop[{index}]", f"expected a string of at most {MAX_STOP_CHARACTERS} characters")
     return tuple(dict.fromkeys(stop for stop in stops if stop))
+
+
+def cache_salt_of(body: Fields) -> str:
+    """Who sends another one finds nothing of these prompts in the prompt cache, nor by the time an answer takes."""
+    salt = body.string("cache_salt") or ""
+    if len(salt) > MAX_SALT_CHARACTERS:
+        refuse("cache_salt", f"{len(salt)} characters, at most {MAX_SALT_CHARACTERS} are allowed")
+    return salt
 
 
 def stop_ids_of(body: Fields, vocabulary_tokens: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from tided.api.body import parse_object
 from tided.api.chat_request import (
     MAX_N,
     ChatRequest,
+    cache_salt_of,
     fidelity_of,
     loop_break_of,
     sampling_of,
@@ -61,6 +62,7 @@ def prepare_completion(body: bytes | bytearray, served: ServedModel, alive: Call
             loop_break=chat.loop_break,
             logprobs=chat.logprobs,
             scored=echo and chat.logprobs is not None,
+            cache_salt=chat.cache_salt,
         )
         one = Prepared(chat, Prompt((), "content", leading=False), request)
         numbers = range(at * chat.n, (at + 1) * chat.n)
@@ -73,7 +75,7 @@ def prepare_completion(body: bytes | bytearray, served: ServedModel, alive: Call
 def _chat(body: Fields, served: ServedModel) -> ChatRequest:
     """The fields that a completion shares with a chat."""
     vocabulary_tokens = served.tokenizer.vocabulary_tokens
-    body.string("model")
+    served.check_model(body.string("model"))
     if body.get("suffix"):
         refuse("suffix", "is not supported; leave it out")
     n = body.integer("n", 1, MAX_N) or 1
@@ -102,6 +104,8 @@ def _chat(body: Fields, served: ServedModel) -> ChatRequest:
         min_tokens=body.integer("min_tokens", 0) or 0,
         n=n,
         logprobs=body.integer("logprobs", 0, MAX_LOGPROBS),
+        show_stop=body.boolean("include_stop_str_in_output") or False,
+        cache_salt=cache_salt_of(body),
     )
 
 

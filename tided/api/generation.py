@@ -11,7 +11,7 @@ from tided.api.errors import engine_failed, unavailable
 from tided.api.ports import Engine
 from tided.api.prepare import Prepared
 from tided.api.served import ServedModel
-from tided.chat.deltas import Delta, merged
+from tided.chat.deltas import Content, Delta, merged
 from tided.engine.types import Event, Failed, Finished, Scored, Started, TokenLogprob, Tokens
 
 
@@ -31,6 +31,7 @@ class AnswerReader:
             max_calls=chat.max_calls,
         )
         self.tokens = self.reasoning_tokens = 0
+        self._last = chat.show_stop  # the stop string is to come yet
         self.mute = chat.max_tokens == 0  # the prompt alone is asked about
         self._marks = {tokenizer.special_id(spelling): private for spelling, private in family.marks.items()}
         self._decoder = tokenizer.decoder(self._marks)
@@ -47,7 +48,7 @@ class AnswerReader:
                 self.logprobs[self.parser.state].append(logprob)
             self.reasoning_tokens += self.parser.state == "reasoning" and token_id != self._end_think
             out += self.parser.feed(self._decoder.feed([token_id]))
-        return list(merged(out))
+        return self._ended(out)
 
     def take_logprobs(self, kind: str) -> list[TokenLogprob]:
         """Those of tokens since the last call, of content or of reasoning."""
@@ -55,7 +56,13 @@ class AnswerReader:
         return taken
 
     def finish(self, reason: Literal["stop", "length"]) -> list[Delta]:
-        return list(merged(self.parser.feed(self._decoder.flush()) + self.parser.finish(reason)))
+        return self._ended(self.parser.feed(self._decoder.flush()) + self.parser.finish(reason))
+
+    def _ended(self, pieces: list[Delta]) -> list[Delta]:
+        if self._last and self.parser.stop_string is not None:
+            self._last = False
+            pieces.append(Content(self.parser.stop_string))
+        return list(merged(pieces))
 
 
 class Generation:

@@ -12,7 +12,7 @@ from tided.api.ids import new_id
 from tided.api.messages import images_of
 from tided.api.served import ServedModel
 from tided.chat.fields import Fields, refuse
-from tided.chat.messages import Conversation, Image, Prompt
+from tided.chat.messages import Conversation, Image, Message, Prompt
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Pixels, Request
 from tided.errors import ContextOverflowError
@@ -88,6 +88,7 @@ def prepare_chat(
         loop_break=chat.loop_break,
         logprobs=chat.logprobs,
         guided=guides.grammar is not None,
+        cache_salt=chat.cache_salt,
     )
     kept = msgspec.structs.replace(chat, conversation=msgspec.structs.replace(chat.conversation, messages=()))
     bare = msgspec.structs.replace(prompt, segments=(), images=())
@@ -98,7 +99,9 @@ def rendered(conversation: Conversation, served: ServedModel) -> Prompt:
     """Raises RequestError for an image where none can be."""
     prompt = served.family.encode_prompt(conversation)
     if not served.sees:
-        if seen := next(images_of(conversation.messages), None):
+        # A format without images has a text in their place: an old one must not end a conversation for good.
+        asked = conversation.messages if served.family.image else _last_question(conversation.messages)
+        if seen := next(images_of(asked), None):
             refuse(seen.param, "images are not supported by this server", code="image_input_not_supported")
         return prompt
     shown = set(map(id, prompt.images))
@@ -106,6 +109,11 @@ def rendered(conversation: Conversation, served: ServedModel) -> Prompt:
         if id(image) not in shown:
             refuse(image.param, "an image may stand in messages of the user, and in tool results")
     return prompt
+
+
+def _last_question(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    last = max((at for at, message in enumerate(messages) if message.role == "user"), default=0)
+    return messages[last:]
 
 
 def fitting_ids(

@@ -18,6 +18,7 @@ MAX_ITEMS = 10_000
 _SAME = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls", "tool_choice"),
     *("reasoning", "enable_thinking", "chat_template_kwargs", "fidelity", "loop_break", "x_engine_stats", "ignore_eos"),
+    "cache_salt",
 )
 _STATEFUL = ("previous_response_id", "conversation", "prompt")
 _OWN_NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input"}

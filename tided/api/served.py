@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tided.chat.families import Family
 from tided.chat.grammar import Grammars
 from tided.chat.tokenizer import Tokenizer
+from tided.errors import RequestError
 from tided.settings import Settings
 
 
@@ -36,5 +37,19 @@ class ServedModel:
         return self.settings.vision.rank >= 0
 
     @property
+    def names(self) -> list[str]:
+        """What clients may call the model, its own name first."""
+        return list(dict.fromkeys((self.settings.model.served_name, *self.settings.server.model_aliases)))
+
+    def check_model(self, name: str | None) -> None:
+        """Raises RequestError where the profile wants the model to be called by its name."""
+        if self.settings.server.strict_model and name is not None and name not in self.names:
+            raise unknown_model(self.settings.model.served_name)
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         return tuple(map(self.tokenizer.special_id, self.family.stop_tokens))
+
+
+def unknown_model(served_name: str) -> RequestError:
+    return RequestError(f"The model served here is {served_name}.", status=404, code="model_not_found", param="model")

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from tided.api.context import CONTEXT, Context
 from tided.api.json_text import to_json
+from tided.api.served import unknown_model
 from tided.errors import RequestError
 from tided.settings import Settings
 
@@ -45,16 +46,15 @@ async def health(request: web.Request) -> web.Response:
 async def models(request: web.Request) -> web.Response:
     """One shape that both vendors' clients read."""
     context = request.app[CONTEXT]
-    cards = [_card(context, name) for name in _names(context)]
+    cards = [_card(context, name) for name in context.served.names]
     page = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
     return _json({"object": "list", "data": cards, **page})
 
 
 async def model(request: web.Request) -> web.Response:
     context, name = request.app[CONTEXT], request.match_info["id"].rstrip("/")
-    if name not in _names(context):
-        served = context.served.settings.model.served_name
-        raise RequestError(f"The model served here is {served}.", status=404, code="model_not_found", param="model")
+    if name not in context.served.names:
+        raise unknown_model(context.served.settings.model.served_name)
     return _json(_card(context, name))
 
 
@@ -83,12 +83,6 @@ def numbers_of(settings: Settings) -> dict[str, dict[str, Any]]:
 
 def _metas(hint: Any) -> tuple[Any, ...]:
     return getattr(hint, "__metadata__", ())
-
-
-def _names(context: Context) -> list[str]:
-    return list(
-        dict.fromkeys((context.served.settings.model.served_name, *context.served.settings.server.model_aliases))
-    )
 
 
 def _card(context: Context, name: str) -> dict[str, Any]:

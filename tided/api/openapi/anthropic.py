@@ -3,7 +3,7 @@
 from typing import get_args
 
 from tided.api.chat_request import MAX_STOPS
-from tided.api.openapi.chat import LOOP_BREAK, SAMPLING, STOP
+from tided.api.openapi.chat import CACHE_SALT, LOOP_BREAK, SAMPLING, STOP
 from tided.api.openapi.terms import (
     ANY_OBJECT,
     TRUTH,
@@ -99,6 +99,7 @@ SCHEMAS: dict[str, Schema] = {
             "stream": TRUTH,
             "fidelity": one(*get_args(Fidelity)),
             "loop_break": LOOP_BREAK,
+            "cache_salt": CACHE_SALT,
         },
     ),
     "CountRequest": asked({"messages": _MESSAGES}, _PROMPT),

@@ -6,6 +6,7 @@ from tided.api.chat_request import (
     MAX_BIASES,
     MAX_LOOP_BREAK,
     MAX_N,
+    MAX_SALT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_IDS,
     MAX_STOPS,
@@ -37,6 +38,7 @@ STOP = text(0, MAX_STOP_CHARACTERS)
 LOOP_BREAK = said(
     "Times in a row that a cycle may come before the answer is ended; 0: always.", integer(0, MAX_LOOP_BREAK)
 )
+CACHE_SALT = said("Prompts of another one are not found in the prompt cache.", text(0, MAX_SALT_CHARACTERS))
 TOOL_NAMES = text(pattern=f"^{TOOL_NAME.pattern}$")
 
 SAMPLING: dict[str, Schema] = {
@@ -74,6 +76,8 @@ ANSWER: dict[str, Schema] = {
     "stream_options": asked({}, {"include_usage": TRUTH, "continuous_usage_stats": TRUTH}),
     "fidelity": said("What becomes of a pick whose expert is not resident.", one(*get_args(Fidelity))),
     "loop_break": LOOP_BREAK,
+    "include_stop_str_in_output": said("true: the stop string that ended the answer is part of it.", TRUTH),
+    "cache_salt": CACHE_SALT,
     "x_engine_stats": said("false leaves the engine's figures out.", TRUTH),
 }
 EFFORT = either(one("none", *DEEPSEEK_V41.efforts), integer(1, 100), text(pattern="^0{0,2}[1-9]$|^0?[1-9][0-9]$|^100$"))

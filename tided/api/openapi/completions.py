@@ -61,6 +61,7 @@ SCHEMAS: dict[str, Schema] = {
     "ResponseRequest": asked(
         {"input": either(text(), array(ref("ResponseItem"), MAX_ITEMS, least=1))},
         {name: ANSWER[name] for name in ("model", "stream", "fidelity", "loop_break", "ignore_eos", "x_engine_stats")}
+        | {"cache_salt": ANSWER["cache_salt"]}
         | {name: SAMPLING[name] for name in _SAME}
         | {name: THINKING[name] for name in ("enable_thinking", "chat_template_kwargs")}
         | {
