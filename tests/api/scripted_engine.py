@@ -108,6 +108,9 @@ class ScriptedEngine:
     def expert_map(self, slots: bool = False) -> dict[str, Any] | None:
         return self.map and self.map | ({"slots": [[0, -1]]} if slots else {})
 
+    def recent(self, count: int) -> list[dict[str, Any]]:
+        return [dict(STATS)] * min(count, len(self.answers))
+
     def figures(self) -> dict[str, float]:
         return self.counters
 

@@ -70,7 +70,7 @@ async def test_an_answer_streams_in_order():
     assert isinstance(events[-1], Finished)
     tokens = [token for event in events[1:-1] for token in event.token_ids]
     assert len(tokens) == events[-1].completion_tokens == 6
-    assert client.recent_stats[0] == events[-1].stats
+    assert client.recent(5)[0] == events[-1].stats
 
 
 async def test_a_slow_reader_finds_its_tokens_joined():

@@ -33,6 +33,10 @@ class Engine(Protocol):
         """Where every expert is, by layer; None while nothing is loaded."""
         ...
 
+    def recent(self, count: int) -> list[dict[str, Any]]:
+        """`x_engine_stats` of the last answers, the newest first; 100 are kept."""
+        ...
+
     def figures(self) -> dict[str, Any]:
         """Counters since the start, as the engine published them last, some of them by rank; empty while nothing is
         loaded."""

@@ -10,9 +10,10 @@ from tided.api.metrics import CONTENT_TYPE, metrics
 from tided.api.middleware import Handler, expect
 from tided.api.openai import chat_completions
 from tided.api.openapi.document import Operation, Query, document
-from tided.api.openapi.terms import one, text
+from tided.api.openapi.terms import integer, one, text
 from tided.api.responses import responses
-from tided.api.small_routes import health, hello, model, models, root, trace
+from tided.api.small_routes import MOST_STATS, health, hello, model, models, root, stats, trace
+from tided.api.text_routes import debug_prompt, detokenize, tokenize
 
 DOCUMENT: web.AppKey[str] = web.AppKey("document", str)
 
@@ -37,6 +38,16 @@ _GET: tuple[tuple[Operation, Handler], ...] = (
             refusals=(404,),
         ),
         trace,
+    ),
+    (
+        Operation(
+            path="/v1/stats",
+            about="What the last answers cost, the newest first.",
+            gives="Stats",
+            query=(Query("n", "How many; 10 unless said.", integer(1, MOST_STATS)),),
+            refusals=(400,),
+        ),
+        stats,
     ),
     (
         Operation(
@@ -106,6 +117,36 @@ _POST: tuple[tuple[Operation, Handler], ...] = (
             gives="TokenCount",
         ),
         count,
+    ),
+    (
+        Operation(
+            method="POST",
+            path="/tokenize",
+            about="A text's tokens, or those of the prompt of a chat.",
+            takes="TokenizeRequest",
+            gives="Tokenized",
+        ),
+        tokenize,
+    ),
+    (
+        Operation(
+            method="POST",
+            path="/detokenize",
+            about="The text of tokens; special ones as they are spelled.",
+            takes="DetokenizeRequest",
+            gives="Detokenized",
+        ),
+        detokenize,
+    ),
+    (
+        Operation(
+            method="POST",
+            path="/v1/debug/prompt",
+            about="The prompt that a chat would have; with the header anthropic-version, that a message would.",
+            takes="DebugRequest",
+            gives="DebugPrompt",
+        ),
+        debug_prompt,
     ),
 )
 ROUTES = _GET + _POST

@@ -11,9 +11,11 @@ from aiohttp import web
 from tided.api.context import CONTEXT, Context
 from tided.api.json_text import to_json
 from tided.api.served import unknown_model
+from tided.chat.text import shorten
 from tided.errors import RequestError
 from tided.settings import Settings
 
+MOST_STATS = 100
 _STATUS = {"ready": "ok", "starting": "loading", "draining": "draining", "fault": "fault"}
 
 
@@ -56,6 +58,14 @@ async def model(request: web.Request) -> web.Response:
     if name not in context.served.names:
         raise unknown_model(context.served.settings.model.served_name)
     return _json(_card(context, name))
+
+
+async def stats(request: web.Request) -> web.Response:
+    """GET /v1/stats: what the last answers cost, the newest first."""
+    query = request.query.get("n", "10")
+    if not (query.isascii() and query.isdigit() and 1 <= int(query[:9]) <= MOST_STATS):
+        raise RequestError(f"n: expected an integer, 1 to {MOST_STATS}, got {shorten(query)}", param="n")
+    return _json({"object": "list", "data": request.app[CONTEXT].engine.recent(int(query))})
 
 
 async def trace(request: web.Request) -> web.Response:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 from msgspec.structs import asdict
@@ -193,6 +194,10 @@ class EngineClient:
         last = self.recent_stats[0].get("experts", {}).get("miss_rate") if self.recent_stats else None
         shown = as_map(engine.board, engine.heat, time.monotonic(), slots)
         return {"generation": engine.residency.generation, "last_request_miss_rate": last} | shown
+
+    def recent(self, count: int) -> list[dict[str, Any]]:
+        """Statistics of the last answers, the newest first."""
+        return list(islice(self.recent_stats, count))
 
     def figures(self) -> dict[str, Any]:
         """Counters of the engine, at most a moment old; none while nothing is loaded. By rank: `rank_wait_s`, and
