@@ -5,20 +5,21 @@ A step's seconds are those of its rows, `per_expert_s` for each distinct expert,
 are kept by width, so nothing is assumed of their shape; what an expert costs is learned from steps of the same width
 that touched different numbers of them; a read costs what was waited for it.
 
-No timing rules for long. A width's cost is the median of a few samples, the newest three where it is seldom measured:
-one that is far off is outvoted by two, and two agree on what has changed. Fewer rows never cost more than many, many
-never more than their steps one by one. Samples age; what has not been measured for long is taken from its neighbours.
+No timing rules for long. A width's cost is the median of a few samples, the newest five where it is seldom measured:
+what is far off is outvoted, and what has changed is believed when most say so. Fewer rows never cost more than many:
+where they seem to, their samples are taken together. Nor do many cost more than their steps one by one. Samples age;
+what has not been measured for long is taken from its neighbours.
 """
 
-import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 KEPT = 9  # samples of a width
-FRESH_STEPS = 60  # samples so young all count; of older ones the newest three
+FRESH_STEPS = 60  # samples so young all count
+SELDOM = 5  # newest samples of a width that has fewer young ones
 OLD_STEPS = 400  # a sample counts for so long
 ROW_SHARE = 0.35  # of a plain step, that a row more is believed to cost until it was measured
 DRAFT_SHARE = 0.3  # of a plain step, that a proposal is believed to cost until it was measured
@@ -129,23 +130,21 @@ class Costs:
 
     def _found(self, lanes: int) -> dict[int, float]:
         each = self.per_expert_s
-        known = {
-            rows: statistics.median_low(max(0.0, one.seconds - each * one.experts) for one in young)
+        samples = {
+            rows: [max(0.0, one.seconds - each * one.experts) for one in young]
             for (count, rows), kept in self._steps.items()
             if count == lanes and (young := self._young(kept))
         }
+        known = _rising(samples)
         if known and lanes not in known:  # as if rows cost what they are believed to
             least = min(known)
             known[lanes] = known[least] / (1 + ROW_SHARE * (least - lanes) / lanes)
-        bound = math.inf
-        for rows in sorted(known, reverse=True):
-            known[rows] = bound = min(bound, known[rows])
         return known
 
     def _young(self, kept: Iterable[Sample]) -> list[Sample]:
         young = [sample for sample in kept if self._now - sample.step < OLD_STEPS]
         fresh = [sample for sample in young if self._now - sample.step < FRESH_STEPS]
-        return fresh if len(fresh) >= 3 else young[-3:]
+        return fresh if len(fresh) >= SELDOM else young[-SELDOM:]
 
     def _appetite(self, lane: int) -> Appetite:
         """A lane that is new is like the others."""
@@ -170,6 +169,18 @@ class Costs:
             one.steps, one.experts = one.steps + 1, one.experts + weight * experts
             if lane in waiting:
                 one.reads = max(0.0, one.reads + weight * reads)
+
+
+def _rising(samples: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """The medians of each width's samples; widths that would cost more than wider ones are taken together with them."""
+    together: list[tuple[list[int], list[float]]] = []
+    for rows in sorted(samples):
+        widths, found = [rows], list(samples[rows])
+        while together and statistics.median_low(together[-1][1]) > statistics.median_low(found):
+            before, more = together.pop()
+            widths, found = before + widths, more + found
+        together.append((widths, found))
+    return {rows: statistics.median_low(found) for widths, found in together for rows in widths}
 
 
 def _between(known: Mapping[int, float], lanes: int, rows: int) -> float:
