@@ -64,6 +64,9 @@ def check_contexts(reference: Any, lanes: list[Any], model: Any, others: list[An
 def case_steps() -> None:
     reference, model = loaded(CPU, False), loaded(DEVICE, True)
     lanes, others = opened(reference, model, [3, 101] if INTERPRETED else [3, 60, 101])
+    for one in (reference, model):
+        one.blocks[0].moe.bank.tap.counts.zero_()  # of the prompts
+        one.blocks[0].moe.bank.tap.totals.zero_()
     for step in range(2 if INTERPRETED else 8):
         ids = tokens(len(lanes))
         wanted, got = reference.decode(lanes, ids), model.decode(others, ids)
@@ -100,14 +103,12 @@ def case_captured() -> None:
     eager, captured = loaded(DEVICE, True), loaded(DEVICE, True)
     eager.steps.captures = False
     _, own = opened(reference, eager, [3, 60, 101, 127])
-    state = draw.get_state()
     contexts = [
         captured.restore_lane(
             lane.index, lane.position, eager.lane_parts(lane), [(0, eager.page_parts(lane, 0, len(lane.pages)))]
         )
         for lane in own
     ]
-    draw.set_state(state)
     for which in ([0], [1, 2, 3], [0], [2, 0, 3], [1], [3, 2, 1], [0, 1, 2, 3], [3, 1, 0, 2]):
         ids = tokens(len(which))
         wanted, got = (
