@@ -1,5 +1,7 @@
 """POST /v1/completions: raw prompts, several of them, in a stream and whole."""
 
+import re
+
 import pytest
 from scripted_engine import data
 
@@ -71,6 +73,31 @@ async def test_a_stream_has_a_last_chunk_for_each_choice_and_a_usage_chunk(serve
         assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["stop"]
         assert own[-1]["finish_reason"] == "stop"
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+async def test_the_bytes_of_a_stream(server, engine):
+    engine.script("He", "llo")
+    async with server.post({"prompt": "a", "echo": True, "stream": True, "x_engine_stats": False}, **PATH) as response:
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        got = (await response.read()).decode()
+    [head] = {
+        re.search(r'\{"id".*?"choices": ', line).group() for line in got.split("\n") if line.startswith("data: {")
+    }
+    assert re.fullmatch(
+        r'\{"id": "cmpl-[0-9A-Za-z]{24}", "object": "text_completion", "created": \d+, "model": "deepseek", '
+        r'"system_fingerprint": "tidelm-[0-9a-f]{8}", "choices": ',
+        head,
+    )
+    texts = [
+        ": ok\n\n",
+        *(
+            f'data: {head}[{{"index": 0, "text": "{text}", "logprobs": null, "finish_reason": null}}]}}\n\n'
+            for text in ("a", "He", "llo")
+        ),
+        f'data: {head}[{{"index": 0, "text": "", "logprobs": null, "finish_reason": "stop", "stop_reason": null}}]}}\n\n',
+        "data: [DONE]\n\n",
+    ]
+    assert got == "".join(texts)
 
 
 async def test_a_stop_string_is_found_over_pieces_in_all_text(server, engine):
@@ -192,5 +219,5 @@ async def test_a_prompt_is_scored_only_where_both_are_asked_for(server, engine, 
 async def test_a_prompt_and_an_answer_that_do_not_fit_are_refused_with_the_numbers(server):
     for body in ({"prompt": [3] * 4090, "max_tokens": 100}, {"prompt": [3] * 5000}):
         error = await server.refused(body, **PATH)
-        assert error["code"] == "context_length_exceeded"
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
         assert "4096" in error["message"]

@@ -181,6 +181,49 @@ async def test_a_streamed_call_is_put_together_by_the_client(client):
     assert final.choices[0].finish_reason == "tool_calls"
 
 
+READ: Any = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "description": "Read a text file",
+        "parameters": {
+            "type": "object",
+            "required": ["path"],
+            "properties": {"path": {"type": "string", "description": "Path of the file"}},
+        },
+    },
+}
+
+
+async def test_a_loop_that_thinks_calls_and_reads_the_result(client):
+    """What the client put together from the stream is sent back as it is, the reasoning too."""
+    turns: list[Any] = [{"role": "user", "content": "Read notes.txt."}]
+    thinks = {"extra_body": {"enable_thinking": True, "fidelity": "exact"}}
+    fields = asked(tools=[READ], tool_choice="required", max_tokens=300) | thinks
+    async with client.chat.completions.stream(**fields | {"messages": turns}) as stream:
+        async for _ in stream:
+            pass
+        first = (await stream.get_final_completion()).choices[0]
+    assert first.finish_reason == "tool_calls"
+    reply = first.message.model_dump(exclude_none=True)
+    assert reply["reasoning_content"]
+    assert all(set(json.loads(call["function"]["arguments"])) <= {"path"} for call in reply["tool_calls"])
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "buy milk"} for call in reply["tool_calls"]]
+    sent = {
+        "role": "assistant",
+        **{name: reply[name] for name in ("content", "reasoning_content", "tool_calls") if name in reply},
+    }
+    fields |= {"messages": [*turns, sent, *results], "tool_choice": "auto"}
+    second = await client.chat.completions.create(**fields)
+    message = second.choices[0].message
+    assert message.content or message.tool_calls
+    without = {name: value for name, value in sent.items() if name != "reasoning_content"}
+    shorter = await client.chat.completions.create(
+        **fields | {"messages": [*turns, without, *results], "max_tokens": 1}
+    )
+    assert shorter.usage.prompt_tokens < second.usage.prompt_tokens
+
+
 async def test_thinking_is_a_field_of_its_own(client):
     fields = asked(max_tokens=16) | {"extra_body": {"enable_thinking": True}}
     message = (await client.chat.completions.create(**fields)).choices[0].message
@@ -210,6 +253,19 @@ async def test_a_stream_that_is_left_frees_its_lane(client, pair):
         while (await get(pair.url, "/health"))[1]["busy"]:
             await asyncio.sleep(0.05)
     assert (await client.chat.completions.create(**asked(max_tokens=2))).choices[0].message.content
+
+
+async def test_a_whole_answer_that_nobody_waits_for_frees_its_lane(client, pair):
+    waiting = asyncio.create_task(
+        client.chat.completions.create(**asked(max_tokens=900, extra_body={**PLAIN, "ignore_eos": True}))
+    )
+    async with asyncio.timeout(20):
+        while not (await get(pair.url, "/health"))[1]["busy"]:
+            await asyncio.sleep(0.02)
+    waiting.cancel()
+    async with asyncio.timeout(20):
+        while (await get(pair.url, "/health"))[1]["busy"]:
+            await asyncio.sleep(0.02)
 
 
 async def test_completions_go_on_with_a_text_and_with_several(client):

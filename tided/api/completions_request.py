@@ -23,7 +23,7 @@ from tided.chat.fields import Fields, refuse
 from tided.chat.messages import Conversation, Prompt, Segment
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Request
-from tided.errors import ContextOverflowError
+from tided.errors import ContextOverflowError, RequestError
 
 MAX_PROMPTS, MAX_LOGPROBS, DEFAULT_MAX_TOKENS = 8, 5, 16
 
@@ -42,6 +42,15 @@ def prepare_completion(body: bytes | bytearray, served: ServedModel, alive: Call
     """Runs in a thread, as `prepare.prepare` does."""
     fields = Fields(parse_object(body))
     alive()
+    try:
+        return _prepared(fields, served, alive)
+    except RequestError as error:
+        # What is told of the prompt of any route; here it has another name.
+        error.param = "prompt" if error.param == "messages" else error.param
+        raise
+
+
+def _prepared(fields: Fields, served: ServedModel, alive: Callable[[], None]) -> PreparedCompletion:
     chat = _chat(fields, served)
     reply_id, echo = new_id("cmpl-"), fields.boolean("echo") or False
     # The engine always draws one: of a prompt that is only looked at it is not told.
