@@ -80,9 +80,7 @@ async def test_the_bytes_of_a_stream(server, engine):
     async with server.post({"prompt": "a", "echo": True, "stream": True, "x_engine_stats": False}, **PATH) as response:
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         got = (await response.read()).decode()
-    [head] = {
-        re.search(r'\{"id".*?"choices": ', line).group() for line in got.split("\n") if line.startswith("data: {")
-    }
+    [head] = set(re.findall(r'\{"id".*?"choices": ', got))
     assert re.fullmatch(
         r'\{"id": "cmpl-[0-9A-Za-z]{24}", "object": "text_completion", "created": \d+, "model": "deepseek", '
         r'"system_fingerprint": "tidelm-[0-9a-f]{8}", "choices": ',
@@ -94,7 +92,8 @@ async def test_the_bytes_of_a_stream(server, engine):
             f'data: {head}[{{"index": 0, "text": "{text}", "logprobs": null, "finish_reason": null}}]}}\n\n'
             for text in ("a", "He", "llo")
         ),
-        f'data: {head}[{{"index": 0, "text": "", "logprobs": null, "finish_reason": "stop", "stop_reason": null}}]}}\n\n',
+        f'data: {head}[{{"index": 0, "text": "", "logprobs": null, "finish_reason": "stop", '
+        '"stop_reason": null}]}\n\n',
         "data: [DONE]\n\n",
     ]
     assert got == "".join(texts)

@@ -209,18 +209,15 @@ async def test_a_loop_that_thinks_calls_and_reads_the_result(client):
     assert reply["reasoning_content"]
     assert all(set(json.loads(call["function"]["arguments"])) <= {"path"} for call in reply["tool_calls"])
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "buy milk"} for call in reply["tool_calls"]]
-    sent = {
-        "role": "assistant",
-        **{name: reply[name] for name in ("content", "reasoning_content", "tool_calls") if name in reply},
-    }
+    kept = ("role", "content", "reasoning_content", "tool_calls")
+    sent = {name: value for name, value in reply.items() if name in kept}
     fields |= {"messages": [*turns, sent, *results], "tool_choice": "auto"}
     second = await client.chat.completions.create(**fields)
     message = second.choices[0].message
     assert message.content or message.tool_calls
     without = {name: value for name, value in sent.items() if name != "reasoning_content"}
-    shorter = await client.chat.completions.create(
-        **fields | {"messages": [*turns, without, *results], "max_tokens": 1}
-    )
+    fields |= {"messages": [*turns, without, *results], "max_tokens": 1}
+    shorter = await client.chat.completions.create(**fields)
     assert shorter.usage.prompt_tokens < second.usage.prompt_tokens
 
 
