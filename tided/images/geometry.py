@@ -34,7 +34,11 @@ class Geometry(msgspec.Struct, frozen=True):
         try:
             vision = msgspec.convert(config.get("vision_config"), _Vision)
         except msgspec.ValidationError as error:
-            raise DataError(f"vision_config: {error}", where="config.json") from error
+            raise DataError(
+                f"no vision tower that this build knows: vision_config: {error}",
+                where="config.json",
+                hint="set rank = -1 in [vision]: images are refused then",
+            ) from error
         return cls(vision.patch_size, vision.downsample_ratio, vision.max_image_tokens, vision.min_pixels)
 
     @property
