@@ -61,10 +61,11 @@ async def serve(engine, tokenizer, family):
         async def start(limits: Limits = FAST, serves: Any = engine, **server: Any) -> Server:
             app = build_app(serves, tokenizer, family, settings_with(**server), identity="weights", limits=limits)
             listener = socket.create_server(("127.0.0.1", 0))
-            stack.push_async_callback((await Door.open(app, listener)).close)
+            door = await Door.open(app, listener)
+            stack.push_async_callback(door.close)
             port = listener.getsockname()[1]
             session = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
-            return Server(session, port, engine, app[CONTEXT], app)
+            return Server(session, port, engine, app[CONTEXT], app, door)
 
         yield start
 

@@ -10,6 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from tided.api.context import Context
+from tided.api.door import Door
 from tided.chat.messages import Segment
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Started, Tokens
@@ -153,6 +154,7 @@ class Server:
     engine: ScriptedEngine
     context: Context
     app: web.Application
+    door: Door
 
     def post(self, body: Any, **options: Any) -> Any:
         data = body if isinstance(body, (bytes, str)) else json.dumps(body)

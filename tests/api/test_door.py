@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import resource
+import socket
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -163,6 +164,37 @@ async def test_one_more_takes_the_place_of_the_one_that_was_idle_longest(serve):
         assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
         writer.close()
     ends[0][1].close()
+
+
+async def test_after_its_reply_a_connection_is_idle_again(serve):
+    server = await serve(PATIENT, max_connections=4)
+    ends = [await connect(server, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(4)]
+    for reader, _ in ends:
+        await asyncio.wait_for(reader.readuntil(b"}"), 10)
+    reader, writer = await connect(server, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert b" 200 " in await rest_of(reader)
+    await until(lambda: sum(reader.at_eof() for reader, _ in ends) == 1)
+    for _, each in [*ends, (None, writer)]:
+        each.close()
+
+
+async def test_a_reply_that_is_being_read_is_not_cut(serve):
+    """However long its connection has been without a request: others give way."""
+    server = await serve(PATIENT, max_connections=4)
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", server.port))
+        await asyncio.to_thread(slow.sendall, b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 60)
+        await until(lambda: any(not held.at_rest() for held in server.door.idle))
+        ends = [await connect(server) for _ in range(6)]
+        for reader, _ in ends[:3]:
+            assert await rest_of(reader) == b""
+        slow.settimeout(10)
+        found = 0
+        while found < 60:
+            found += (await asyncio.to_thread(slow.recv, 1 << 20)).count(b'"openapi":')
+        for _, writer in ends:
+            writer.close()
 
 
 async def test_where_all_are_busy_one_more_is_refused(serve, engine):
