@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.formats import fp4_rows
 from kernels.numerics import NATIVE, Numerics
 from kernels.record import ExpertRecord
-from kernels.rows import ROWS, matmul
+from kernels.rows import ROWS, matmul, singly
 from kernels.swiglu import clamped_swiglu
 
 
@@ -57,6 +57,7 @@ def pick_outputs(
     others as they are (picks -1). Experts may so be computed in several calls, as their records arrive: all rows of an
     expert in one call, and the bits are those of one call for all."""
     count, top_k = picks.shape
+    single = count == 1 or singly(count)
     rows_of: dict[int, list[int]] = {}
     for i, slot in enumerate(picks.flatten().tolist()):
         if slot >= 0:
@@ -65,7 +66,7 @@ def pick_outputs(
     for slot, places in rows_of.items():
         where = torch.tensor(places, device=x.device)
         flat[where] = _expert(
-            x[where // top_k], flat_weights[where], *decode(slots[slot], record), limit, numerics, count <= ROWS
+            x[where // top_k], flat_weights[where], *decode(slots[slot], record), limit, numerics, single
         )
 
 

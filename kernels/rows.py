@@ -8,18 +8,37 @@ Norms, rotations, roundings, gates and batches of small products take each row b
 multiple of 32. `tests/kernels/test_rows.py` compares the bits of every operation of a decode step.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 ROWS = 16
+_local = threading.local()
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Within it this thread computes rows as a whole, whatever that does to their bits: for guesses, of which no answer
+    keeps anything."""
+    _local.together = True
+    try:
+        yield
+    finally:
+        _local.together = False
+
+
+def singly(count: int) -> bool:
+    """Whether so many rows go one by one."""
+    return 1 < count <= ROWS and not getattr(_local, "together", False)
 
 
 def by_row(operation: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     """operation(*rows) with `rows` [T, ...], evaluated a row at a time when 1 < T <= ROWS."""
     count = rows[0].shape[0]
-    if count == 1 or count > ROWS:
+    if not singly(count):
         return operation(*rows)
     return torch.cat([operation(*(tensor[i : i + 1] for tensor in rows)) for i in range(count)])
 
@@ -29,6 +48,6 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     count, weight = x.shape[0], weight.to(x.dtype)
     if count == 1:
         return torch.mv(weight, x[0]).unsqueeze(0)
-    if count <= ROWS:
+    if singly(count):
         return torch.stack([torch.mv(weight, row) for row in x.unbind(0)])
     return x @ weight.t()

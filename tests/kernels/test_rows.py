@@ -2,6 +2,7 @@
 
 The widths are what counts: a vector unit takes 4 to 32 numbers at once, and what is left over is computed otherwise."""
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,7 +15,7 @@ from kernels.norm import rms_norm
 from kernels.numerics import NATIVE
 from kernels.record import ExpertRecord
 from kernels.rope import Yarn, frequencies, rotate_, rotation
-from kernels.rows import ROWS, by_row
+from kernels.rows import ROWS, by_row, singly, together
 from kernels.swiglu import clamped_swiglu
 
 HIDDEN, STREAMS, HEADS, HEAD, INDEX, Q_RANK, INNER, EXPERTS, TOP_K = 5120, 4, 32, 512, 128, 1280, 2304, 384, 6
@@ -100,8 +101,8 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def check(operation: Callable[..., Tensor], *rows: Tensor) -> None:
     alone = torch.cat([operation(*(tensor[i : i + 1] for tensor in rows)) for i in range(ROWS)])
     for count in range(2, ROWS + 1):
-        together = operation(*(tensor[:count] for tensor in rows))
-        assert torch.equal(together, alone[:count]), f"{count} rows"
+        beside = operation(*(tensor[:count] for tensor in rows))
+        assert torch.equal(beside, alone[:count]), f"{count} rows"
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -114,3 +115,26 @@ def test_company_changes_no_bit(name: str) -> None:
 def test_company_changes_no_bit_of_a_rotation(name: str) -> None:
     width, operation = TURNED[name]
     check(operation, randn(ROWS, width), POSITIONS)
+
+
+def test_guesses_are_computed_together_by_the_thread_that_asks_and_while_it_does() -> None:
+    calls: list[int] = []
+
+    def operation(rows: Tensor) -> Tensor:
+        calls.append(len(rows))
+        return rows * 2
+
+    def guess() -> None:
+        with together():
+            assert torch.equal(by_row(operation, rows), rows * 2)
+            other = threading.Thread(target=lambda: elsewhere.append(singly(5)))
+            other.start()
+            other.join(10)
+            raise ValueError("in between")
+
+    rows, elsewhere = randn(5, HIDDEN), list[bool]()
+    with pytest.raises(ValueError, match="in between"):
+        guess()
+    by_row(operation, rows)
+    assert calls == [5, 1, 1, 1, 1, 1]
+    assert elsewhere == [True]

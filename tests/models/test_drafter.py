@@ -67,8 +67,8 @@ def test_a_proposal_leaves_no_trace_and_lanes_do_not_touch_each_other(model, pro
     both = model.propose([one, other], anchors, likeliest)
     for lane, row in ((one, 0), (other, 1)):
         alone = model.propose([lane], anchors[row : row + 1], likeliest)
-        assert torch.equal(alone.logits[0], both.logits[row])
-        assert torch.equal(alone.confidence[0], both.confidence[row])
+        torch.testing.assert_close(alone.logits[0], both.logits[row], rtol=0, atol=1e-3)  # as guesses are computed
+        torch.testing.assert_close(alone.confidence[0], both.confidence[row], rtol=0, atol=1e-3)
     assert all(torch.equal(part, before[name]) for name, part in one.parts().items())
     assert one.position == len(prompt)
     model.close_lane(one)

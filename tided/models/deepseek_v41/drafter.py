@@ -21,7 +21,7 @@ from kernels.linear import Matrix, fp8_linear
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
 from kernels.record import ExpertRecord
-from kernels.rows import matmul
+from kernels.rows import matmul, together
 from packers.shards import Checkpoint
 from tided.cache.context import Context
 from tided.cache.pool import Pool
@@ -97,10 +97,11 @@ class Drafter:
         streams = self.embed(block.view(-1))
         pre = torch.zeros(streams.shape[:2], device=streams.device)
         pre[:, 0] = 1.0
-        for one in self.blocks:
-            streams, pre = one.forward(step, streams, pre)
-        hidden = self.numerics.store(hyper.collapse(streams, pre))
-        return self._chosen(hidden.view(len(lanes), self.size, -1), anchors, choose)
+        with together():
+            for one in self.blocks:
+                streams, pre = one.forward(step, streams, pre)
+            hidden = self.numerics.store(hyper.collapse(streams, pre))
+            return self._chosen(hidden.view(len(lanes), self.size, -1), anchors, choose)
 
     def _chosen(self, hidden: Tensor, anchors: Tensor, choose: Choose) -> Draft:
         """hidden [R, K, D] before the norm: the places one after another, each with the token before it."""
