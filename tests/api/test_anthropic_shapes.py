@@ -99,6 +99,16 @@ async def test_one_call_where_calls_are_not_parallel(follows):
     assert await follows(body | {"tool_choice": single}, INSIDE)
 
 
+async def test_a_tool_that_must_be_called_is_shown_alone(server, engine):
+    engine.script(INSIDE)
+    choice = {"tool_choice": {"type": "tool", "name": "f"}, "thinking": OFF}
+    for tools in ([tool("f"), tool("g")], [tool("f")]):
+        status, _ = await server.ask(ask(tools=tools, **choice), path="/v1/messages")
+        assert status == 200
+    both, alone = (answer.request.prompt_ids for answer in engine.answers)
+    assert both == alone
+
+
 async def test_none_leaves_the_tools_out_of_the_prompt(server, engine):
     engine.script("x")
     lengths = []

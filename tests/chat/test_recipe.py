@@ -1,7 +1,8 @@
 """Random conversations render as DeepSeek's own package `deepseek-recipe` renders them, special tokens included.
 
 What the package does not model is kept out by construction: system messages without text, efforts by number, quick
-tasks, continued turns, a forced call, and reasoning of a tool round in a request without tools (ours is kept).
+tasks, continued turns, a call forced after thinking or by a message's `any`, the format of a message, and reasoning of a
+tool round in a request without tools (ours is kept).
 """
 
 import json
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tided.api.chat_request import read_conversation
 from tided.api.messages import parse_tools
-from tided.api.shape import parse_format
+from tided.api.shape import parse_choice, parse_format
 from tided.chat.anthropic import parse_request
 from tided.chat.deepseek_v41 import REQUIRED_SPECIALS, encode_prompt
 from tided.chat.families import DEEPSEEK_V41
@@ -87,6 +88,10 @@ def bodies(draw):
     if draw(st.integers(0, 3)) == 0:
         schema = {"name": "s", "schema": draw(SCHEMAS)}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if tools and draw(st.booleans()):
+        named = {"type": "function", "function": {"name": draw(st.sampled_from(names))}}
+        forced = ["required", named] if body.get("thinking") == {"type": "disabled"} else []
+        body["tool_choice"] = draw(st.sampled_from(["auto", *forced, *([] if newest else ["none"])]))
     return body
 
 
@@ -107,9 +112,9 @@ def of_package(request: ChatCompletionRequest | MessagesRequest) -> tuple[str, l
 @given(bodies())
 def test_chat_completions(body):
     fields = Fields(body)
-    prompt = encode_prompt(
-        read_conversation(fields, True, parse_tools(fields), AnswerShape(format=parse_format(fields)), DEEPSEEK_V41)
-    )
+    tools = parse_tools(fields)
+    shape = AnswerShape(choice=parse_choice(fields, tools), format=parse_format(fields))
+    prompt = encode_prompt(read_conversation(fields, True, tools, shape, DEEPSEEK_V41))
     assert (prompt.text, spans(prompt)) == of_package(ChatCompletionRequest({"model": "DeepSeek-V4.1-Flash", **body}))
 
 
@@ -134,6 +139,10 @@ def messages_bodies(draw):
         body["output_config"] = {"effort": draw(st.sampled_from(["low", "medium", "high", "xhigh", "max"]))}
     if draw(st.booleans()):
         body["thinking"] = {"type": draw(st.sampled_from(["adaptive", "disabled"]))}
+    kinds = ["auto", "none", *(["tool"] if body.get("thinking") == {"type": "disabled"} else [])]
+    if draw(st.booleans()):
+        kind = draw(st.sampled_from(kinds))
+        body["tool_choice"] = {"type": kind} | ({"name": "run"} if kind == "tool" else {})
     return body
 
 

@@ -97,7 +97,7 @@ def read_conversation(
     thinking, effort = resolve_thinking(body, default, family)
     return Conversation(
         messages=messages,
-        tools=() if shape.choice.mode == "none" else tools,
+        tools=shape.shown_tools(tools),
         thinking=thinking,
         effort=effort,
         schema=shape.shown_schema,

@@ -36,7 +36,7 @@ def parse_request(body: Fields, thinking: bool, *, family: Family) -> tuple[Conv
     last = messages[-1]
     conversation = Conversation(
         messages=((Message(role="system", parts=system), *messages) if system else messages),
-        tools=() if shape.choice.mode == "none" else tools,
+        tools=shape.shown_tools(tools),
         thinking=on,
         effort=effort,
         schema=shape.shown_schema,

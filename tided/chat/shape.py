@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from tided.chat.messages import Tool
+
 Mode = Literal["auto", "none", "required"]
 
 
@@ -33,6 +35,15 @@ class AnswerShape(msgspec.Struct, frozen=True):
     def bound(self) -> bool:
         """Whether a grammar follows from the request alone, whatever its tools say."""
         return self.format is not None or self.choice.mode == "required"
+
+    def shown_tools(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+        """What the prompt shows: no tool where none may be called, one alone where that one must be."""
+        if self.choice.mode == "none":
+            return ()
+        named = self.choice.names or ()
+        if self.choice.mode == "required" and len(named) == 1:
+            return tuple(tool for tool in tools if tool.name in named)
+        return tools
 
     @property
     def shown_schema(self) -> dict[str, Any] | None:
