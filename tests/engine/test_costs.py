@@ -27,10 +27,10 @@ def told(steps) -> Costs:
 def test_more_rows_never_cost_less_nor_more_than_their_steps_one_by_one(steps, lanes, more):
     costs = told(steps)
     plain, wide, wider = (costs.step(widths(lanes, rows)) for rows in (0, more, more + 1))
-    assert 0 <= plain <= wide * (1 + 1e-9)
+    assert 0 < plain <= wide * (1 + 1e-9)
     assert wide <= wider * (1 + 1e-9)
     assert wider <= plain * (lanes + more + 1) / lanes * (1 + 1e-9)
-    assert costs.draft(range(lanes)) >= 0
+    assert costs.draft(range(lanes)) > 0
 
 
 @given(st.lists(st.floats(0, 0.9), min_size=6, max_size=6), st.sampled_from([1e-3, 1e3]), st.integers(0, 5))
@@ -63,6 +63,16 @@ def test_seldom_measured_widths_believe_three_of_their_newest_five():
             costs.tell(widths(1), 1.0)
         costs.tell(widths(1, 2), seconds)
         assert costs.step(widths(1, 2)) == pytest.approx(expected)
+
+
+def test_no_step_is_free_whatever_is_told():
+    """Slopes that would leave nothing for the rows, waits longer than their step, steps of no time."""
+    for seconds, experts, waited_s in ((0.0, 40, 0.0), (1.0, 40, 3.0), (1.0, 10, 0.0)):
+        costs = Costs()
+        for step in range(40):
+            costs.tell(widths(1), seconds + step % 2, Touched(experts + step % 2, step % 2, waited_s))
+        assert costs.step(widths(1)) > 0
+        assert costs.step(widths(1, 5)) > 0
 
 
 def test_between_and_beyond_what_was_measured():

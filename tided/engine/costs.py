@@ -26,6 +26,8 @@ DRAFT_SHARE = 0.3  # of a plain step, that a proposal is believed to cost until 
 SPREAD = 0.7  # w rows of a lane touch w^SPREAD times the experts of one: 21 where one row picks 6, at 6 rows
 SLOPES = 31  # that the cost of an expert is the median of
 LEAST_SLOPES = 8  # fewer say nothing
+OTHERS = 0.1  # of a step at least, that is not for its experts, whatever slopes say
+LEAST_S = 1e-6  # a step that took no time was timed wrongly
 FOLLOW = 0.1  # weight of the newest step in what a lane's rows touch
 
 
@@ -76,7 +78,7 @@ class Costs:
         """A step took so long, its proposals apart. `waiting`: the lanes that may wait for reads."""
         self._now += 1
         self._nets.clear()
-        sample = Sample(self._now, max(0.0, seconds - touched.waited_s), touched.experts)
+        sample = Sample(self._now, max(LEAST_S, seconds - touched.waited_s), touched.experts)
         kept = self._steps.setdefault((len(widths), sum(widths.values())), deque(maxlen=KEPT))
         if kept and kept[-1].experts != sample.experts:
             self._slopes.append((sample.seconds - kept[-1].seconds) / (sample.experts - kept[-1].experts))
@@ -131,7 +133,7 @@ class Costs:
     def _found(self, lanes: int) -> dict[int, float]:
         each = self.per_expert_s
         samples = {
-            rows: [max(0.0, one.seconds - each * one.experts) for one in young]
+            rows: [max(OTHERS * one.seconds, one.seconds - each * one.experts) for one in young]
             for (count, rows), kept in self._steps.items()
             if count == lanes and (young := self._young(kept))
         }
