@@ -14,6 +14,7 @@ BODIES = [
     (b'{"max_tokens":' + b"9" * 5000 + b',"messages":[{"role":"user","content":"x"}]}', 400),
     (b'{"max_tokens":1e999,"messages":[]}', 400),
     (b'{"max_tokens":NaN}', 400),
+    (b'{"max_tokens":5,"messages":[{"role":"system","content":""}]}', 400),
     (b'{"max_tokens":5,"messages":[' + b"{}," * 400_000 + b"{}]}", 413),
     (json.dumps(GOOD | {"system": "x" * (65 << 20)}).encode(), 413),
 ]
