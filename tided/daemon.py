@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from tided.settings import Settings
 
 log = logging.getLogger("daemon")
 
+FILES = 1024  # beside connections: shards, packs, caches, sockets of the ranks
 TRACE = "the log has the trace"
 
 
@@ -51,9 +53,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(state, TideError(f"the start failed: {error or type(error).__name__}", hint=TRACE))
     # Read when the arithmetic libraries are loaded, which is after this line.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.engine.threads)
+    make_room(settings.server.max_connections)
     import uvloop
 
     return uvloop.run(_run(settings, options.rank, keys, state))
+
+
+def make_room(connections: int) -> None:
+    """Raises the process's own limit of open files as far as it may: connections must not take those of the engine."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        log.warning("%d files may be open, for %d connections and the rest; raise LimitNOFILE", most, connections)
 
 
 def _refused(state: StateFile | None, error: TideError) -> int:

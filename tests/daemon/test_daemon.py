@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from tests.daemon.tiny import profile_text
 from tided import boot, life
 from tided.control.progress import Progress
 from tided.control.state import StateFile, read_rank
+from tided.daemon import make_room
 from tided.engine.flight import Flight
 from tided.engine.offline import settings_of
 from tided.errors import DataError, PairError, TideError, UnavailableError
@@ -329,3 +331,22 @@ def test_a_rank_that_waits_for_the_others_can_be_stopped(checkpoint, tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "becomes", "warns"),
+    [
+        (1024, 4096, (1536, 4096), False),
+        (1024, resource.RLIM_INFINITY, (1536, resource.RLIM_INFINITY), False),
+        (256, 1100, (1100, 1100), True),
+        (2048, 4096, None, False),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, False),
+    ],
+)
+def test_there_is_room_for_connections_beside_the_engines_files(monkeypatch, caplog, soft, hard, becomes, warns):
+    became = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: became.append(limits))
+    make_room(512)
+    assert became == ([becomes] if becomes else [])
+    assert ("LimitNOFILE" in caplog.text) is warns
