@@ -1,8 +1,8 @@
 """Random conversations render as DeepSeek's own package `deepseek-recipe` renders them, special tokens included.
 
 What the package does not model is kept out by construction: system messages without text, efforts by number, quick
-tasks, continued turns, a call forced after thinking or by the `any` of a message, the format of a message, and reasoning
-of a tool round in a request without tools (ours is kept).
+tasks, continued turns, a call forced after thinking or by the `any` of a message, the format of a message, and the
+reasoning of a tool round in a request without tools (ours is kept).
 """
 
 import json
