@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -218,3 +219,43 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+class Flow:
+    """A running stream: it is given a token a millisecond, and counts what its reader has seen."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    async def goes_on(self) -> None:
+        before = self.seen
+        await until(lambda: self.seen >= before + 20)
+
+
+@asynccontextmanager
+async def flow(server: Server) -> AsyncIterator[Flow]:
+    found, drawn = Flow(), 0
+    async with server.post(said("hi", stream=True, max_tokens=2000)) as reply:
+        await until(lambda: bool(server.engine.answers))
+        answer = server.engine.answers[-1].start().say("</think>")
+
+        async def draw() -> None:
+            nonlocal drawn
+            while True:
+                answer.say("x")
+                drawn += 1
+                await asyncio.sleep(0.001)
+
+        async def read() -> None:
+            async for line in reply.content:
+                found.seen += b'"content": "x"' in line
+
+        drawing, reading = asyncio.create_task(draw()), asyncio.create_task(read())
+        await found.goes_on()
+        yield found
+        await found.goes_on()
+        drawing.cancel()
+        answer.finish()
+        await asyncio.wait_for(reading, 10)
+        assert found.seen == drawn
+    assert answer.request.request_id not in server.engine.cancels

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from scripted_engine import until
+from scripted_engine import flow
 
 GOOD = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
 BODIES = [
@@ -26,27 +26,19 @@ HEADS = [
 
 
 @pytest.fixture
-async def goes_on(server, engine):
-    """A stream that runs while the test does, and is whole at its end."""
-    async with server.post(GOOD | {"stream": True}, path="/v1/messages") as response:
-        await until(lambda: bool(engine.answers))
-        answer = engine.answers[0].start().say("</think>begun")
-        yield
-        answer.say(" and ended").finish()
-        text = await response.text()
-    assert "begun" in text
-    assert "and ended" in text
-    assert text.endswith('event: message_stop\ndata: {"type": "message_stop"}\n\n')
+async def goes_on(server):
+    """A stream whose tokens keep coming while the test does its worst, and which is whole at its end."""
+    async with flow(server) as running:
+        yield running
 
 
 @pytest.mark.parametrize(("body", "status"), BODIES, ids=lambda value: str(value)[:30])
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-@pytest.mark.usefixtures("goes_on")
-async def test_bodies(server, engine, path, body, status):
-    async with server.post(body, path=path) as response:
-        reply = await response.json()
-        assert response.status == status
-    assert reply["type"] == "error"
+async def test_bodies(server, engine, goes_on, path, body, status):
+    asked = asyncio.create_task(server.ask(body, path=path))
+    await goes_on.goes_on()
+    got, reply = await asked
+    assert (got, reply["type"]) == (status, "error")
     assert len(engine.answers) == 1
 
 

@@ -6,55 +6,15 @@ import json
 import logging
 import resource
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
-from scripted_engine import Server, said, until
+from scripted_engine import Server, flow, said, until
 
 from tided.api.ports import Limits
 
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
 PATIENT = Limits(keepalive_s=30, stall_s=30, body_s=30)
-
-
-class Flow:
-    """A running stream: it is given a token a millisecond, and counts what its reader has seen."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    async def goes_on(self) -> None:
-        before = self.seen
-        await until(lambda: self.seen >= before + 20)
-
-
-@contextlib.asynccontextmanager
-async def flow(server: Server) -> AsyncIterator[Flow]:
-    found, drawn = Flow(), 0
-    async with server.post(said("hi", stream=True, max_tokens=2000)) as reply:
-        await until(lambda: bool(server.engine.answers))
-        answer = server.engine.answers[-1].start().say("</think>")
-
-        async def draw() -> None:
-            nonlocal drawn
-            while True:
-                answer.say("x")
-                drawn += 1
-                await asyncio.sleep(0.001)
-
-        async def read() -> None:
-            async for line in reply.content:
-                found.seen += b'"content": "x"' in line
-
-        drawing, reading = asyncio.create_task(draw()), asyncio.create_task(read())
-        await found.goes_on()
-        yield found
-        await found.goes_on()
-        drawing.cancel()
-        answer.finish()
-        await asyncio.wait_for(reading, 10)
-        assert found.seen == drawn
-    assert answer.request.request_id not in server.engine.cancels
 
 
 async def connect(server: Server, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
