@@ -128,6 +128,27 @@ async def test_a_message_thinks_calls_and_reads_the_result(client, engine, glm):
     assert counted.input_tokens == second.usage.input_tokens == len(engine.request.prompt_ids)
 
 
+async def test_texts_of_a_message_are_paragraphs_though_the_format_puts_nothing_between_parts(server, engine, glm):
+    engine.script("</think>x")
+
+    def texts(*given):
+        return [{"type": "text", "text": text} for text in given]
+
+    result = {"type": "tool_result", "tool_use_id": "a", "content": texts("r", "s")}
+    turns = [
+        {"role": "user", "content": texts("q", "u")},
+        {"role": "system", "content": texts("m", "n")},
+        {"role": "system", "content": "o"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "list_ports", "input": {}}]},
+        {"role": "user", "content": [result]},
+    ]
+    body = message(system=texts("a", "b"), messages=turns, tools=ITS_TOOLS)
+    assert (await server.ask(body, path="/v1/messages"))[0] == 200
+    _, _, shown = prompt_of(engine, glm).partition("<|system|>a")
+    assert shown.startswith("\n\nb<|user|>qu<|system|>m\n\nn\n\no<|assistant|><think></think><tool_call>list_ports")
+    assert "<tool_response>r\n\ns</tool_response>" in shown
+
+
 async def test_a_message_streams_every_block(client, engine):
     engine.script("plan", "</think>", "Look:", CALL)
     async with client.messages.stream(**message(tools=ITS_TOOLS)) as stream:

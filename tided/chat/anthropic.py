@@ -47,11 +47,11 @@ def parse_request(body: Fields, thinking: bool, *, family: Family) -> tuple[Conv
 
 
 class _Reader:
-    def system(self, body: Fields) -> tuple[str, ...]:
+    def system(self, body: Fields) -> tuple[Part, ...]:
         given = body.get("system")
         if given is None or isinstance(given, str):
             return _filled(_without_billing(given or ""))
-        return tuple(_system_texts(self._blocks(body, "system")))
+        return _paragraphs(_system_texts(self._blocks(body, "system")))
 
     def messages(self, body: Fields) -> tuple[Message, ...]:
         given = body.array("messages", MAX_MESSAGES)
@@ -80,7 +80,7 @@ class _Reader:
             return [self._assistant(fields)]
         if role != "system":
             fields.wrong("role", "user, assistant or system")
-        parts = tuple(_system_texts(self._parts(fields)))
+        parts = _paragraphs(_system_texts(self._parts(fields)))
         return [Message(role="system", parts=parts)] if parts else []
 
     def _user(self, fields: Fields) -> Iterator[Message]:
@@ -106,7 +106,8 @@ class _Reader:
                 call_id = block.string("tool_use_id")
                 if call_id is None:
                     refuse(block.param("tool_use_id"), "expected the id of a tool_use block")
-                yield Message(role="tool", parts=self._parts(block, optional=True), call_id=call_id)
+                parts = _paragraphs(self._parts(block, optional=True))
+                yield Message(role="tool", parts=parts, call_id=call_id)
             else:
                 yield from self._part(block)
 
@@ -179,6 +180,18 @@ def _as_blocks(fields: Fields, name: str) -> Iterator[Fields]:
         yield Fields(block, f"{path}.")
 
 
+def _paragraphs(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Neighbouring texts as one, with blank lines between them, whatever a model's format puts between parts."""
+    joined: list[Part] = []
+    for part in parts:
+        before = joined[-1] if joined else None
+        if isinstance(part, str) and isinstance(before, str):
+            joined[-1] = f"{before}\n\n{part}"
+        else:
+            joined.append(part)
+    return tuple(joined)
+
+
 def _filled(text: str) -> tuple[str, ...]:
     return (text,) if text else ()
 
@@ -217,9 +230,10 @@ def _call(block: Fields) -> ToolCall:
 
 
 def _joined(first: Message, second: Message) -> Message:
+    parts = first.parts + second.parts
     return msgspec.structs.replace(
         first,
-        parts=first.parts + second.parts,
+        parts=_paragraphs(parts) if first.role == "system" else parts,
         reasoning=first.reasoning + second.reasoning,
         calls=first.calls + second.calls,
     )
