@@ -123,18 +123,18 @@ async def test_this_machine_needs_no_key(serve, caplog, host):
     assert "anyone" not in caplog.text
 
 
-OPEN = ["/", "/health", "/health/", "/api/hello", "/api/hello/"]
+OPEN = ["/", "/health", "/health/", "/api/hello", "/api/hello/", "/expert-map"]
 CLOSED = ["/v1/models", "/v1/models/deepseek", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"]
 CLOSED += ["/metrics", "/v1/expert-map", "/v1/requests/latest/residency", "/nothing", "/v1//health", "/health/x"]
 
 
-async def test_every_route_but_the_probes_needs_a_key(serve, path):
+async def test_every_route_but_the_probes_and_the_page_needs_a_key(serve, path):
     """Of the routes as they are registered: one that is added later is in this test without a word."""
     server = await serve(api_keys_file=str(path))
     known = {route.resource.canonical for route in server.app.router.routes()}
     for route in sorted({*known, *OPEN, *CLOSED}):
         url = route.replace("{id}", "latest")
-        expected = 200 if (url.rstrip("/") or "/") in ("/", "/health", "/api/hello") else 401
+        expected = 200 if (url.rstrip("/") or "/") in ("/", "/health", "/api/hello", "/expert-map") else 401
         for method in ("GET", "HEAD"):
             async with server.session.request(method, url) as response:
                 assert response.status == expected, (method, url)

@@ -1,5 +1,7 @@
 """GET /v1/expert-map."""
 
+import re
+
 import pytest
 
 
@@ -48,6 +50,19 @@ async def test_nothing_new_is_told_in_short(server, engine):
         engine.map = changed
         async with server.session.get("/v1/expert-map?since=3.7") as response:
             assert response.status == 200
+
+
+async def test_the_page_needs_no_key_and_nothing_from_elsewhere(serve, tmp_path):
+    (keys := tmp_path / "keys").write_text("k\n")
+    server = await serve(api_keys_file=str(keys))
+    async with server.session.get("/expert-map") as response:
+        page = await response.text()
+        assert (response.status, response.content_type) == (200, "text/html")
+        assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+    assert not re.findall(r"(?:https?:)?//[a-z]|src=|<link|@import", page)
+    assert "v1/expert-map?since=" in page
+    async with server.session.get("/v1/expert-map") as response:
+        assert response.status == 401
 
 
 async def test_while_nothing_is_loaded(server):

@@ -19,7 +19,7 @@ log = logging.getLogger("tided.api")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = ("/", "/health", "/api/hello")
+OPEN_PATHS = ("/", "/health", "/api/hello", "/expert-map")
 _CLIENT_GONE = 499
 
 

@@ -5,6 +5,7 @@ from aiohttp import web
 from tided.api.anthropic import count, messages
 from tided.api.completions import completions
 from tided.api.expert_map import expert_map
+from tided.api.expert_page import expert_page
 from tided.api.json_text import to_json
 from tided.api.metrics import CONTENT_TYPE, metrics
 from tided.api.middleware import Handler, expect
@@ -26,6 +27,7 @@ _GET: tuple[tuple[Operation, Handler], ...] = (
     (Operation(path="/", about="Whether anybody listens.", gives="Alive"), root),
     (Operation(path="/health", about="Whether the engine serves, and how.", gives="Health", refusals=(503,)), health),
     (Operation(path="/api/hello", about="What Claude Code warms its connection with.", gives="Alive"), hello),
+    (Operation(path="/expert-map", about="The map as a page; its data needs a key.", media="text/html"), expert_page),
     (Operation(path="/metrics", about="Prometheus' text format.", media=CONTENT_TYPE), metrics),
     (Operation(path="/openapi.json", about="This document.", gives="Document"), openapi),
     (Operation(path="/v1/models", about="The names of the served model.", gives="ModelList"), models),
