@@ -19,8 +19,11 @@ from tided.images.types import RefusedImageError
 
 HTTPS_PORT = 443
 _SLICE_BYTES = 1 << 16
-# Addresses that lead to others: 6to4, Teredo, NAT64.
-_TUNNELS = tuple(ipaddress.ip_network(net) for net in ("2002::/16", "2001::/32", "64:ff9b::/96", "64:ff9b:1::/48"))
+# Addresses that lead to others (6to4, Teredo, NAT64), or belong to protocols.
+_LEADING = tuple(
+    ipaddress.ip_network(net)
+    for net in ("192.0.0.0/24", "192.88.99.0/24", "2002::/16", "2001::/32", "64:ff9b::/96", "64:ff9b:1::/48")
+)
 
 
 def is_public(address: str) -> bool:
@@ -29,7 +32,7 @@ def is_public(address: str) -> bool:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return False
-    if isinstance(found, ipaddress.IPv6Address) and (found.ipv4_mapped or any(found in net for net in _TUNNELS)):
+    if any(found in net for net in _LEADING) or (found.version == 6 and found.ipv4_mapped):
         return False
     return found.is_global and not found.is_multicast and not found.is_reserved
 
