@@ -238,6 +238,14 @@ class Server(Section, frozen=True):
     anthropic_stats: Annotated[bool, _doc("policy", "Add `x_engine_stats` to replies of /v1/messages.")] = False
     metrics_open: Annotated[bool, _doc("policy", "Serve /metrics without a key.")] = False
     thinking: Annotated[bool, _doc("policy", "Whether the model thinks first when a request does not say.")] = True
+    allow_no_thinking: Annotated[
+        bool,
+        _doc(
+            "policy",
+            "Of a model that always thinks (GLM-5.3): take a request without thinking, by closing the reasoning before "
+            "it begins; else it is refused.",
+        ),
+    ] = True
     max_body_bytes: Annotated[int, _doc("policy", "Largest request body.", ge=1024, le=1 << 40)] = 64 << 20
     max_connections: Annotated[
         int, _doc("policy", "Most connections; one more takes the place of an idle one.", ge=4, le=1 << 16)

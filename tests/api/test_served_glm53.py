@@ -168,6 +168,18 @@ async def test_without_thinking_nothing_of_it_leaks_and_the_statistics_say_what_
     assert "without thinking" in note
 
 
+async def test_no_thinking_is_refused_where_the_profile_says_so(serve, engine):
+    engine.script("</think>x")
+    strict = await serve(allow_no_thinking=False)
+    error = await strict.refused(said("hi", reasoning_effort="none"))
+    assert error["param"] == "thinking"
+    off = message(thinking={"type": "disabled"})
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        status, reply = await strict.ask(off, path=path)
+        assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
+    assert (await strict.ask(said("hi")))[0] == 200
+
+
 async def test_an_image_is_refused_in_the_question_and_a_reminder_in_the_history(server, engine, glm):
     """The model sees none; one that was sent once must not end the conversation for good."""
     engine.script("</think>x")

@@ -96,7 +96,9 @@ def prepare_chat(
 
 
 def rendered(conversation: Conversation, served: ServedModel) -> Prompt:
-    """Raises RequestError for an image where none can be."""
+    """Raises RequestError for an image where none can be, and for no thinking where the model always thinks."""
+    if served.family.always_thinks and not conversation.thinking and not served.settings.server.allow_no_thinking:
+        refuse("thinking", "the model that is served here has no mode without it; leave it on")
     prompt = served.family.encode_prompt(conversation)
     if not served.sees:
         # A format without images has a text in their place: an old one must not end a conversation for good.

@@ -56,7 +56,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """`model_type`: of a checkpoint's configuration. `efforts`: number by name. `begin`: what every prompt begins with.
     `stop_tokens` end an answer; the first is the end of a text. `marks`: what a decoder puts for each marker token, for
     parsers that are made with `by_token`. `end_think` ends the reasoning. `image`: the token that stands for an image;
-    empty: the format has none."""
+    empty: the format has none. `always_thinks`: it has no mode without thinking."""
 
     name: FamilyName
     model_type: str
@@ -72,6 +72,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     default_max_tokens: Callable[[bool, int], int]
     grammar: Callable[[Tokenizer, Usable], AnswerGrammar]
     image: str = ""
+    always_thinks: bool = False
 
     @property
     def barred_from_reasoning(self) -> tuple[str, ...]:
@@ -123,6 +124,7 @@ GLM53 = Family(
     efforts=glm53.EFFORT_BY_NAME,
     default_effort=glm53.DEFAULT_EFFORT,
     default_max_tokens=glm53.default_max_tokens,
+    always_thinks=True,
     grammar=Glm53Grammar,
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in (DEEPSEEK_V41, GLM53)}
