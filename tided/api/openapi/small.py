@@ -12,6 +12,7 @@ from tided.api.openapi.terms import (
     array,
     asked,
     either,
+    integer,
     nullable,
     one,
     ref,
@@ -124,7 +125,7 @@ SCHEMAS: dict[str, Schema] = {
         {"allOf": [asked({}, {"prompt": NULL, "return_token_strs": TRUTH}), ref("ChatRequest")]},
     ),
     "Tokenized": told({"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)}, {"token_strs": array(text())}),
-    "DetokenizeRequest": asked({"tokens": array({"type": "integer", "minimum": 0})}),
+    "DetokenizeRequest": asked({"tokens": array(integer(0))}),
     "Detokenized": told({"prompt": text()}),
     "DebugRequest": said("One of /v1/messages with the header anthropic-version.", ref("ChatRequest")),
     "DebugPrompt": told(
