@@ -23,6 +23,7 @@ from tided.api.door import Door
 from tided.api.ports import Limits
 from tided.chat.families import DEEPSEEK_V41, Family
 from tided.chat.tokenizer import Tokenizer
+from tided.images.geometry import Geometry
 
 FAST = Limits(keepalive_s=0.2, stall_s=1.0, body_s=0.5)
 
@@ -58,8 +59,11 @@ async def serve(engine, tokenizer, family):
     """serve(keys=…, limits=…, **server settings) -> Server; everything is closed at the end."""
     async with AsyncExitStack() as stack:
 
-        async def start(limits: Limits = FAST, serves: Any = engine, **server: Any) -> Server:
-            app = build_app(serves, tokenizer, family, settings_with(**server), identity="weights", limits=limits)
+        async def start(
+            limits: Limits = FAST, serves: Any = engine, geometry: Geometry | None = None, **server: Any
+        ) -> Server:
+            made = settings_with(**server)
+            app = build_app(serves, tokenizer, family, made, identity="weights", limits=limits, geometry=geometry)
             listener = socket.create_server(("127.0.0.1", 0))
             door = await Door.open(app, listener)
             stack.push_async_callback(door.close)

@@ -16,7 +16,7 @@ from tided.chat.messages import Segment
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Started, Tokens
 from tided.errors import RequestError
-from tided.settings import Cache, Experts, Model, Settings
+from tided.settings import Cache, Experts, Model, Settings, Vision
 from tided.settings import Server as ServerSettings
 
 STATS = {"lane": 0, "cached_tokens": 0, "decode_tok_s": 12.5}
@@ -135,12 +135,13 @@ def output_ids(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     return encode
 
 
-def settings_with(cache: Cache | None = None, **server: Any) -> Settings:
+def settings_with(cache: Cache | None = None, vision: Vision | None = None, **server: Any) -> Settings:
     return Settings(
         model=Model(path="/secret/place", served_name="deepseek"),
         experts=Experts(resident=4),
         cache=cache or Cache(context_tokens=4096, pool_tokens=8192),
         server=ServerSettings(**server),
+        vision=vision or Vision(),
     )
 
 

@@ -26,7 +26,7 @@ class Answers:
         patience_s: float,
         each: int,
     ) -> None:
-        self.prepared, self._each, self._patience_s = choices[0], each, patience_s
+        self.prepared, self._each, self._patience_s = choices[0].without_pixels(), each, patience_s
         self.generations: list[Generation] = []
         self._waits: dict[int, asyncio.Task[list[Delta] | None]] = {}
         try:

@@ -13,6 +13,21 @@ from tided.api.slots import Alive
 
 async def messages(request: web.Request) -> web.StreamResponse:
     context, note = request.app[CONTEXT], request[NOTE]
+    generation, model = await _submitted(request)
+    note.generation = generation
+    wire = MessageWire(generation, model, note.request_id)
+    try:
+        if generation.prepared.chat.stream:
+            return await answer_in_pieces(request, context, generation, wire, note)
+        return await answer_whole(context, generation, wire)
+    finally:
+        # Also when the client has gone: the handler is cancelled then, wherever it waits.
+        generation.close()
+
+
+async def _submitted(request: web.Request) -> tuple[Generation, str]:
+    """And the name of the model that was asked for. What the answer does not need, images above all, is let go here."""
+    context = request.app[CONTEXT]
 
     def work(body: bytes | bytearray, alive: Alive) -> PreparedMessage:
         return prepare_message(body, context.served, alive)
@@ -21,15 +36,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         message = await receive(request, context, place, work)
         prepared = await context.images.seen(message.prepared)
         generation = Generation(context.engine, prepared, context.served, context.limits.keepalive_s)
-    note.generation = generation
-    wire = MessageWire(generation, message.model, note.request_id)
-    try:
-        if prepared.chat.stream:
-            return await answer_in_pieces(request, context, generation, wire, note)
-        return await answer_whole(context, generation, wire)
-    finally:
-        # Also when the client has gone: the handler is cancelled then, wherever it waits.
-        generation.close()
+    return generation, message.model
 
 
 async def count(request: web.Request) -> web.Response:

@@ -72,7 +72,7 @@ class Generation:
     """
 
     def __init__(self, engine: Engine, prepared: Prepared, served: ServedModel, patience_s: float) -> None:
-        self.prepared = prepared
+        self.prepared = prepared.without_pixels()
         self.reader = AnswerReader(prepared, served)
         self.started = self.over = False
         self.ending = "not finished"

@@ -12,6 +12,20 @@ from tided.api.slots import Alive
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
+    request[NOTE].generation = answers = await _submitted(request)
+    wire = ChatWire(answers, context.served.tokenizer, context.served.settings.model.served_name, context.fingerprint)
+    try:
+        if answers.prepared.chat.stream:
+            return await answer_in_pieces(request, context, answers, wire, request[NOTE])
+        return await answer_whole(context, answers, wire)
+    finally:
+        # Also when the client has gone: the handler is cancelled then, wherever it waits.
+        answers.close()
+
+
+async def _submitted(request: web.Request) -> Answers:
+    """What the answer does not need, images above all, is let go here."""
+    context = request.app[CONTEXT]
 
     def work(body: bytes | bytearray, alive: Alive) -> Prepared:
         return prepare(body, context.served, alive)
@@ -21,13 +35,4 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         if request.headers.get("x-engine-stats") == "0":
             prepared = prepared.without_stats()
         choices, keepalive_s = prepared.choices(), context.limits.keepalive_s
-        answers = Answers(context.engine, choices, context.served, keepalive_s, each=len(choices))
-    request[NOTE].generation = answers
-    wire = ChatWire(answers, context.served.tokenizer, context.served.settings.model.served_name, context.fingerprint)
-    try:
-        if prepared.chat.stream:
-            return await answer_in_pieces(request, context, answers, wire, request[NOTE])
-        return await answer_whole(context, answers, wire)
-    finally:
-        # Also when the client has gone: the handler is cancelled then, wherever it waits.
-        answers.close()
+        return Answers(context.engine, choices, context.served, keepalive_s, each=len(choices))

@@ -31,6 +31,10 @@ class Prepared(msgspec.Struct, frozen=True):
     images: tuple[Image, ...] = ()
     pixels: tuple[Pixels, ...] = ()
 
+    def without_pixels(self) -> "Prepared":
+        """What is left of it once the engine has them."""
+        return msgspec.structs.replace(self, pixels=())
+
     def without_stats(self) -> "Prepared":
         return msgspec.structs.replace(self, chat=msgspec.structs.replace(self.chat, show_stats=False))
 

@@ -20,6 +20,20 @@ from tided.errors import RequestError
 
 async def responses(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
+    generation, shown = await _submitted(request)
+    request[NOTE].generation = generation
+    wire = ResponseWire(generation, shown, context.served.settings.model.served_name)
+    try:
+        if generation.prepared.chat.stream:
+            return await answer_in_pieces(request, context, generation, wire, request[NOTE])
+        return await answer_whole(context, generation, wire)
+    finally:
+        generation.close()
+
+
+async def _submitted(request: web.Request) -> tuple[Generation, dict[str, Any]]:
+    """And the fields that the reply repeats. What the answer does not need, images above all, is let go here."""
+    context = request.app[CONTEXT]
 
     def work(body: bytes | bytearray, alive: Alive) -> PreparedResponse:
         return prepare_response(body, context.served, alive)
@@ -28,14 +42,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         response = await receive(request, context, place, work)
         prepared = await context.images.seen(response.prepared)
         generation = Generation(context.engine, prepared, context.served, context.limits.keepalive_s)
-    request[NOTE].generation = generation
-    wire = ResponseWire(generation, response.shown, context.served.settings.model.served_name)
-    try:
-        if prepared.chat.stream:
-            return await answer_in_pieces(request, context, generation, wire, request[NOTE])
-        return await answer_whole(context, generation, wire)
-    finally:
-        generation.close()
+    return generation, response.shown
 
 
 class ResponseWire:

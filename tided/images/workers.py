@@ -32,6 +32,7 @@ class Workers:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="images")
         self._own = threading.local()
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._closed = False
 
     def decode(self, source: Callable[[], bytes]) -> "Future[Decoded]":
         """The file that `source` gives, on a thread. Its result, or RefusedImageError."""
@@ -39,6 +40,7 @@ class Workers:
 
     def close(self) -> None:
         """Ends the processes; what they were at is refused."""
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in list(self._running):
             process.kill()
@@ -61,7 +63,8 @@ class Workers:
             self._end(process)
             if late.is_set():
                 raise RefusedImageError(f"decoding it takes longer than {self._limit_s:g} s") from None
-            log.warning("a process that decodes images has ended with code %s", process.returncode)
+            if not self._closed:
+                log.warning("a process that decodes images has ended with code %s", process.returncode)
             raise RefusedImageError("it cannot be decoded") from None
         finally:
             timer.cancel()
