@@ -120,8 +120,6 @@ MESSAGES: list[dict[str, Any]] = [
     *({"messages": [{"role": "user", "content": [
         {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": source}]}]}]}
       for source in SOURCES),
-    *({"system": [{"type": "image", "source": source}], "messages": [{"role": "user", "content": "a"}]}
-      for source in SOURCES),
 ]  # fmt: skip
 
 

@@ -22,6 +22,8 @@ async def test_a_text_to_tokens_and_back(server, tokenizer):
     begun = await asked(server, "/tokenize", {"prompt": "a", "add_special_tokens": True})
     assert (await asked(server, "/detokenize", {"tokens": begun["tokens"]}))["prompt"] == "<｜begin▁of▁sentence｜>a"
     assert (await asked(server, "/tokenize", {"prompt": ""}))["tokens"] == []
+    whole = [float(one) for one in found["tokens"]]  # integers, as JSON has it
+    assert (await asked(server, "/detokenize", {"tokens": whole})) == {"prompt": text}
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,7 @@ async def test_what_a_message_and_a_forced_call_would_be(server, engine):
         ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
         ("/detokenize", {"tokens": [10**9]}, "tokens[0]"),
         ("/detokenize", {"tokens": [True]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [0, 1.5]}, "tokens[1]"),
         ("/detokenize", {"tokens": [0] * 5000}, "tokens"),
         ("/v1/debug/prompt", said("hi", temperature=9), "temperature"),
     ],

@@ -18,7 +18,7 @@ from tided.api.logprob_json import LogprobJson
 from tided.api.prepare import Prepared, fitting_ids, prepare, prepare_object
 from tided.api.served import ServedModel
 from tided.api.slots import Alive
-from tided.chat.fields import Fields, refuse
+from tided.chat.fields import Fields, is_number, refuse
 from tided.chat.messages import Prompt, Segment
 from tided.chat.tokenizer import Tokenizer
 
@@ -97,9 +97,9 @@ def detokenized(body: bytes | bytearray, served: ServedModel, alive: Callable[[]
     if ids is None:
         refuse("tokens", "expected an array of token ids")
     for at, one in enumerate(ids):
-        if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < most:
+        if not is_number(one) or not 0 <= one < most or one != int(one):
             refuse(f"tokens[{at}]", f"expected a token id from 0 to {most - 1}, got {str(one)[:40]}")
-    return spelled(ids, served.tokenizer)
+    return spelled(map(int, ids), served.tokenizer)
 
 
 def spelled(ids: Iterable[int], tokenizer: Tokenizer) -> Spelled:

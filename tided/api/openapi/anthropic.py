@@ -39,12 +39,13 @@ _IMAGE = said(
 _DOCUMENT = asked({"type": always("document"), "source": asked({"type": always("text"), "data": text()})})
 _FOUND = asked({"type": always("search_result"), "content": array(_TEXT, MAX_BLOCKS)})
 _OTHER = said("Of any other type: left out.", asked({"type": {"type": "string", "not": one(*_READ)}}))
-_SAID = (_TEXT, _IMAGE, _DOCUMENT, _FOUND, _OTHER)
+_SAID = (_TEXT, _DOCUMENT, _FOUND, _OTHER)
 _USER = either(
     *_SAID,
+    _IMAGE,
     asked(
         {"type": always("tool_result"), "tool_use_id": text()},
-        {"content": either(text(), array(either(*_SAID), MAX_BLOCKS))},
+        {"content": either(text(), array(either(*_SAID, _IMAGE), MAX_BLOCKS))},
     ),
 )
 _ASSISTANT = either(

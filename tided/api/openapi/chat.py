@@ -35,7 +35,7 @@ from tided.chat.fields import INT64_MAX
 from tided.engine.types import Fidelity
 
 STOP = text(0, MAX_STOP_CHARACTERS)
-LOOP_BREAK = said(
+LOOP_BREAK: Schema = {"not": always(1)} | said(
     "Times in a row that a cycle may come before the answer is ended; 0: always.", integer(0, MAX_LOOP_BREAK)
 )
 CACHE_SALT = said("Prompts of another one are not found in the prompt cache.", text(0, MAX_SALT_CHARACTERS))
@@ -95,13 +95,18 @@ THINKING: dict[str, Schema] = {
 _PARTS = [asked({"type": always(kind), name: text()}) for kind, name in TEXT_PARTS.items()]
 _IMAGE = said(
     "Refused where the served model sees none.",
-    asked({"type": always("image_url"), "image_url": either(text(), asked({"url": text()}))}),
+    asked({"type": always("image_url"), "image_url": either(text(1), asked({"url": text(1)}))}),
 )
 _CALL = asked(
     {"function": asked({"name": text(1)}, {"arguments": said("JSON.", either(text(), ANY_OBJECT))})}, {"id": text()}
 )
-_CONTENT = either(text(), array(ref("ContentPart"), MAX_PARTS))
-_TURN: dict[str, Schema] = {"content": _CONTENT, "tool_call_id": text(), "prefix": said("Of the last: go on.", TRUTH)}
+_SEES = ("user", "tool")
+_TURN: dict[str, Schema] = {
+    "content": either(text(), array(either(*_PARTS), MAX_PARTS)),
+    "tool_call_id": text(),
+    "prefix": said("Of the last: go on.", TRUTH),
+}
+_SEEN: dict[str, Schema] = {"content": either(text(), array(either(*_PARTS, _IMAGE), MAX_PARTS))}
 _ANSWERED: dict[str, Schema] = {
     "reasoning_content": text(),
     "reasoning": text(),
@@ -138,10 +143,10 @@ FORMAT = either(
 )
 
 SCHEMAS: dict[str, Schema] = {
-    "ContentPart": either(*_PARTS, _IMAGE),
     "ChatMessage": either(
         asked({"role": always("assistant")}, _TURN | _ANSWERED),
-        asked({"role": one(*(role for role in ROLES if role != "assistant"))}, _TURN),
+        asked({"role": one(*_SEES)}, _TURN | _SEEN),
+        asked({"role": one(*(role for role in ROLES if role not in ("assistant", *_SEES)))}, _TURN),
     ),
     "ChatTool": said(
         "Tools of other types are left out where there are functions beside them.",

@@ -50,7 +50,7 @@ SCHEMAS: dict[str, Schema] = {
     "ResponsePart": either(
         asked({"type": one(*_TEXTS), "text": text()}),
         asked({"type": always("refusal"), "refusal": text()}),
-        asked({"type": always("input_image"), "image_url": text()}),
+        asked({"type": always("input_image"), "image_url": text(1)}),
     ),
     "ResponseItem": either(
         asked({"role": one(*ROLES)}, {"type": always("message"), "content": _ITEM_PARTS}),
