@@ -2,15 +2,18 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import build
 
+from tided.chat.anthropic_options import parse_tools
 from tided.chat.deepseek_v41 import EOS
 from tided.chat.deepseek_v41_grammar import DeepseekV41Grammar
 from tided.chat.deepseek_v41_tools import DSML, END_THINK, write_calls
+from tided.chat.fields import Fields
 from tided.chat.grammar import MOST_SCHEMA_BYTES, Grammars
 from tided.chat.messages import Tool, ToolCall
 from tided.chat.schema_types import types_of
@@ -146,6 +149,23 @@ def test_a_block_of_calls_is_what_history_shows_and_keeps_to_the_schemas(tokeniz
     for forced in (True, False):
         grammar = answers.calls([F, G], "content", forced=forced, single=False)
         assert follows(tokenizer, grammars, grammar, text) is fits
+
+
+def test_the_calls_of_a_real_agent_fit_the_grammar_of_its_tools(tokenizer, grammars, answers):
+    """Schemas as agents have them, with formats, defaults and unions; every call of the recorded session."""
+    agent = json.loads((Path(__file__).parents[1] / "e2e/sessions/agent.json").read_text())
+    grammar = answers.calls(parse_tools(Fields(agent)), "content", forced=True, single=False)
+    turns = [message["content"] for turn in agent["turns"] for message in turn if message["role"] == "assistant"]
+    made = [[(one["name"], one["input"]) for one in blocks if one["type"] == "tool_use"] for blocks in turns]
+    assert sum(map(len, made)) == 8
+    for calls in made:
+        assert follows(tokenizer, grammars, grammar, block(*calls)), calls
+    for name, arguments in (
+        ("Read", {"path": "x"}),
+        ("Grep", {"pattern": "x", "output_mode": "all"}),
+        ("web_search", {}),
+    ):
+        assert not follows(tokenizer, grammars, grammar, block((name, arguments)))
 
 
 def test_text_before_a_block_or_without_one_is_free_unless_a_call_is_forced(tokenizer, grammars, answers):

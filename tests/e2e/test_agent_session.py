@@ -10,10 +10,11 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import anthropic
+import pydantic
 import pytest
 
 from tests.daemon.helpers import Running, running
@@ -234,3 +235,20 @@ async def test_structured_output(client, thinking):
     value = json.loads(reply.content[-1].text)
     assert value["name"] in ("Tokyo", "Paris")
     assert isinstance(value["large"], bool)
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Tokyo", "Paris"]
+    large: bool
+
+
+async def test_a_class_of_the_program_is_what_comes_back(client):
+    reply = await client.messages.parse(
+        model="m",
+        max_tokens=200,
+        messages=[{"role": "user", "content": "Name a city."}],
+        thinking=OFF,
+        output_format=City,
+        extra_body={"temperature": 0, "fidelity": "exact"},
+    )
+    assert isinstance(reply.parsed_output, City)

@@ -4,9 +4,10 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from tests.daemon.helpers import Running
@@ -143,6 +144,30 @@ async def test_a_schema_is_kept_after_the_reasoning(client, thinking, stream):
     value = json.loads(text)
     assert value["name"] in ("Tokyo", "Paris")
     assert isinstance(value["large"], bool)
+
+
+class Sight(pydantic.BaseModel):
+    kind: Literal["tower", "park"]
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Tokyo", "Paris"]
+    large: bool
+    best: Sight | None
+
+
+async def test_a_class_of_the_program_is_what_comes_back(client):
+    """The client makes the schema of it, with references to definitions."""
+    fields = asked(max_tokens=300)
+    chat = await client.chat.completions.parse(**fields, response_format=City)
+    assert isinstance(chat.choices[0].message.parsed, City)
+    text = await client.responses.parse(
+        model="any", input="Name a city.", text_format=City, max_output_tokens=300, temperature=0, extra_body=PLAIN
+    )
+    assert isinstance(text.output_parsed, City)
+    tool = openai.pydantic_function_tool(City)
+    called = await client.chat.completions.parse(**fields, tools=[tool], tool_choice="required")
+    assert all(isinstance(call.function.parsed_arguments, City) for call in called.choices[0].message.tool_calls)
 
 
 async def test_any_json_object(client):
