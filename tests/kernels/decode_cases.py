@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels import (
     attention_triton,
     compressor_triton,
+    demand_triton,
     engram,
     engram_triton,
     hyper,
@@ -33,6 +34,7 @@ from kernels.numerics import NATIVE
 from kernels.rope import frequencies, rotate_, rotation
 from kernels.rows import matmul
 from kernels.swiglu import clamped_swiglu
+from tided.experts.tables import DemandTap, Together
 
 n = NATIVE
 DEVICE = torch.device(sys.argv[1] if __name__ == "__main__" else "cpu")
@@ -420,6 +422,30 @@ def case_engram() -> None:
         held = half(streams)
         engram_triton.mix_(held, half(projected), there(weight))
         within(f"streams of {hidden}", held, wanted, 1e-3)
+
+
+def case_demand() -> None:
+    """Against what the books of `tided.experts.tables` do on a CPU."""
+    shapes = [(3, 8, 3, 5, 0.3), (2, 48, 4, 1, 0.0)]
+    for layers, experts, top_k, rows, light in shapes + ([(40, 384, 6, 16, 0.1)] if LARGE else []):
+        books = [DemandTap(4, layers + 1, experts, torch.device(at), light) for at in ("cpu", DEVICE)]
+        for read in (False, True):
+            wanted = torch.rand(layers, rows, experts, generator=draw).topk(top_k).indices
+            missed = torch.rand(wanted.shape, generator=draw) < 0.5
+            late = missed & (torch.rand(wanted.shape, generator=draw) < 0.5) if read else None
+            weights = torch.softmax(randn(layers, rows, top_k), -1)
+            numbers, lanes = torch.randperm(layers + 1, generator=draw)[:layers], torch.arange(rows) % 3
+            parts = (numbers, lanes, wanted, weights * 2, weights, missed, late)
+            books[0].record_step(Together(*parts))
+            moved_parts = [part if part is None else there(part) for part in parts]
+            if LARGE:
+                books[1].record_step(Together(*moved_parts))
+            else:  # the books would choose the CPU's way
+                own = books[1]
+                added = demand_triton.add_demand(*moved_parts, own._counts, own._mass, own.uses, light)
+                own._totals.index_add_(0, lanes, added.double())
+        for name in ("counts", "mass", "totals", "uses"):
+            within(f"{name}, {layers} layers", getattr(books[1], name), getattr(books[0], name).float(), 1e-6)
 
 
 CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}

@@ -51,6 +51,28 @@ class Seen(NamedTuple):
         return Seen(layer, lane_of_row[rows], wanted[rows], scores[rows], weights[rows], missed[rows], read)
 
 
+class Together(NamedTuple):
+    """What n layers of one step routed for the same rows: layers [n] int64, each once; the rest as `Seen`, stacked."""
+
+    layers: Tensor
+    lane_of_row: Tensor
+    wanted: Tensor
+    scores: Tensor
+    weights: Tensor
+    missed: Tensor
+    read: Tensor | None
+
+    def rows(self, rows: Tensor) -> "Together":
+        layers, lanes, wanted, scores, weights, missed, read = self
+        w, s, v, m = (part[:, rows].contiguous() for part in (wanted, scores, weights, missed))
+        return Together(layers, lanes[rows], w, s, v, m, None if read is None else read[:, rows].contiguous())
+
+    def copied(self) -> "Together":
+        layers, lanes, wanted, scores, weights, missed, read = self
+        w, s, v, m = (part.clone() for part in (wanted, scores, weights, missed))
+        return Together(layers, lanes.clone(), w, s, v, m, None if read is None else read.clone())
+
+
 class Wish(NamedTuple):
     """The router's true picks of some layers of a step. layers [n]; wanted, weights [n, T, k]."""
 
@@ -81,7 +103,9 @@ class DemandTap:
         self.uses: Tensor = torch.zeros((3, lanes, layers, experts), dtype=torch.float32, device=device)
         self._totals: Tensor = torch.zeros((lanes, TOTALS), dtype=torch.float64, device=device)
         self._seen: list[Seen] = []
+        self._whole: list[Together] = []
         self._step: list[Seen] = []  # of the newest step, rows that were given up included
+        self._step_whole: list[Together] = []
         self._kept: dict[int, int] = {}
         self.wishes: deque[list[Wish]] = deque([[]], maxlen=KEPT_STEPS)
         self.light, self.enabled = light, True
@@ -118,32 +142,39 @@ class DemandTap:
             self._seen.append(Seen(layer, lane_of_row, wanted, scores, weights, missed, read))
             self._step.append(self._seen[-1])
 
+    def record_step(self, step: Together) -> None:
+        """All layers of a step at once. The tensors must not be changed before the step's end."""
+        if self.enabled:
+            self._whole.append(step)
+            self._step_whole.append(step)
+
     def keep(self, lane: int, rows: int) -> None:
         """Of the lane's rows of this step, only the first `rows` count."""
         self._kept[lane] = rows
 
     def begin_step(self) -> None:
         self.add_up()
-        self._step = []
+        self._step, self._step_whole = [], []
         self.wishes.append([])
 
     def touched(self) -> int:
         """Distinct experts that all rows of the newest step wanted, given up or not, summed over its layers. Rows that
         were computed apart count apart."""
-        step, total = self._step, 0
+        step, total = self._step, sum(_distinct(whole.wanted.flatten(1)) for whole in self._step_whole)
         while step:
             rows = step[0].lane_of_row
-            picks = torch.stack([one.wanted.flatten() for one in step if one.lane_of_row is rows]).sort(dim=1).values
-            total += len(picks) + int((picks[:, 1:] != picks[:, :-1]).sum())
+            total += _distinct(torch.stack([one.wanted.flatten() for one in step if one.lane_of_row is rows]))
             step = [one for one in step if one.lane_of_row is not rows]
         return total
 
     def add_up(self) -> None:
         """What the layers left since the last time. Layers with the same rows are added together."""
-        seen, self._seen = self._seen, []
+        for whole in self._whole:
+            self._add(whole)
+        seen, self._seen, self._whole = self._seen, [], []
         while seen:
             rows = seen[0].lane_of_row
-            self._add([one for one in seen if one.lane_of_row is rows])
+            self._add(_stacked([one for one in seen if one.lane_of_row is rows]))
             seen = [one for one in seen if one.lane_of_row is not rows]
         self._kept = {}
 
@@ -158,27 +189,42 @@ class DemandTap:
             count[lane] += 1
         return torch.tensor(rows, dtype=torch.int64, device=lane_of_row.device)
 
-    def _add(self, seen: list[Seen]) -> None:
-        counting = self._counting(seen[0].lane_of_row)
+    def _add(self, seen: Together) -> None:
+        counting = self._counting(seen.lane_of_row)
         if counting is not None:
-            seen = [one.rows(counting) for one in seen]
-        layers = torch.tensor([one.layer for one in seen], device=self._counts.device)
-        wanted, weights = torch.stack([one.wanted for one in seen]), torch.stack([one.weights for one in seen])
-        missed, lanes = torch.stack([one.missed for one in seen]), seen[0].lane_of_row
-        scores = torch.stack([one.scores for one in seen])
+            seen = seen.rows(counting)
+        layers, lanes, wanted, scores, weights, missed, read = seen
+        if wanted.is_cuda:
+            from kernels.demand_triton import add_demand  # a compiler, which a CPU need not have
+
+            both = add_demand(*seen, self._counts, self._mass, self.uses, self.light)
+        else:
+            both = self._add_here(layers, lanes, wanted, scores, weights, missed, read)
+        self._totals.index_add_(0, lanes, both.to(self._totals.dtype))
+        self.wishes[-1].append(Wish(layers, wanted.clone(), weights.clone()))
+
+    def _add_here(
+        self,
+        layers: Tensor,
+        lanes: Tensor,
+        wanted: Tensor,
+        scores: Tensor,
+        weights: Tensor,
+        missed: Tensor,
+        read: Tensor | None,
+    ) -> Tensor:
+        """-> [T, 8]: what each row adds to its lane's totals."""
         where = (lanes[None, :, None].expand_as(wanted), layers[:, None, None].expand_as(wanted), wanted)
         self._counts.index_put_(where, torch.ones_like(scores), accumulate=True)
         self._mass.index_put_(where, scores, accumulate=True)
-        read = torch.stack([torch.zeros_like(one.missed) if one.read is None else one.read for one in seen])
+        read = torch.zeros_like(missed) if read is None else read
         part = torch.arange(3, device=wanted.device)[:, None, None, None]
         each = torch.stack([torch.ones_like(weights), weights * missed, weights * read])
         self.uses.index_put_((part.expand_as(each), *(at.expand_as(each) for at in where)), each, accumulate=True)
         light = missed & ~read & (weights < self.light)
         known = torch.stack([torch.ones_like(missed), missed, read, light], dim=-1).to(weights.dtype)  # [n, T, k, 4]
         picks, weight = known.sum(dim=(0, 2)), (known * weights[..., None]).sum(dim=(0, 2))
-        both = torch.cat([picks[:, :2], weight[:, :2], picks[:, 2:], weight[:, 2:]], dim=1)  # [T, 8]
-        self._totals.index_add_(0, lanes, both.to(self._totals.dtype))
-        self.wishes[-1].append(Wish(layers, wanted, weights))
+        return torch.cat([picks[:, :2], weight[:, :2], picks[:, 2:], weight[:, 2:]], dim=1)
 
     def take_wanted(self) -> Tensor:
         """[layers, experts] fp32: the routing weight that rows wanted since the last call (of the newest KEPT_STEPS
@@ -220,3 +266,20 @@ class DemandTap:
         self._mass[lane].zero_()
         self._totals[lane].zero_()
         return taken
+
+
+def _stacked(seen: list[Seen]) -> Together:
+    """Layers of the same rows."""
+    layers = torch.tensor([one.layer for one in seen], device=seen[0].wanted.device)
+    read = None
+    if any(one.read is not None for one in seen):
+        read = torch.stack([torch.zeros_like(one.missed) if one.read is None else one.read for one in seen])
+    wanted, scores = torch.stack([one.wanted for one in seen]), torch.stack([one.scores for one in seen])
+    weights, missed = torch.stack([one.weights for one in seen]), torch.stack([one.missed for one in seen])
+    return Together(layers, seen[0].lane_of_row, wanted, scores, weights, missed, read)
+
+
+def _distinct(picks: Tensor) -> int:
+    """picks [n, m] -> distinct values of each line, summed."""
+    ordered = picks.sort(dim=1).values
+    return len(ordered) + int((ordered[:, 1:] != ordered[:, :-1]).sum())

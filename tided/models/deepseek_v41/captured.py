@@ -10,7 +10,7 @@ A lane's rows of an open group (`Remainder`) are views of the ring where the ker
 copied, parked and taken back as anywhere else."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -21,10 +21,12 @@ from kernels.device import RECENT_TOKENS, ROW_FIELDS
 from kernels.linear import Fp8Matrix
 from kernels.rows import ROWS
 from tided.cache.context import Context, Remainder
+from tided.experts.tables import Together
 from tided.models.deepseek_v41.step import Pass, Span
 
+POSITION, LANE = 1, 2  # of a row's fields; see `rounding_triton`
+
 if TYPE_CHECKING:
-    from kernels.router_triton import Routed
     from tided.models.deepseek_v41.decode import DecodeStep, Scratch
     from tided.models.deepseek_v41.model import DeepseekV41
 
@@ -68,6 +70,7 @@ class Prepared:
     step: "DecodeStep"
     host: dict[int, Tensor]
     meta: Tensor
+    wish: Together  # where the step leaves what its rows wanted
     copied: Any = None  # the event behind the last copy of `host` and `meta`
     pieces: list[tuple[Any, int | None]] | None = None
 
@@ -103,8 +106,10 @@ class DecodeSteps:
                 (lane, i) for lane, n in zip(contexts, counts, strict=True) for i in range(n)
             )
         ]
-        meta, ids = made.step.inputs.meta, token_ids.cpu().numpy()
-        step = Pass(spans, meta[:, 1], meta[:, 2], meta, meta)
+        meta, ids, tap = made.step.inputs.meta, token_ids.cpu().numpy(), model.blocks[0].moe.bank.tap
+        if alone:
+            tap.add_up()  # what the step before left lies where this one writes
+        step = Pass(spans, meta[:, POSITION], meta[:, LANE], meta, meta)
         asked = model.engrams.ask(step, ids)
         if made.copied is not None:
             made.copied.synchronize()  # of the step before: long done
@@ -128,10 +133,8 @@ class DecodeSteps:
         assert made.step.logits is not None
         logits = made.step.logits.clone()
         if made.step.waiting is None:
-            routed = made.step.inputs.routed
-            self._record(
-                model, step, routed if alone else replace(routed, **{k: v.clone() for k, v in vars(routed).items()})
-            )
+            wish = made.wish if alone else made.wish.copied()
+            tap.record_step(wish)
             if made.pieces is None and self.captures and logits.is_cuda:
                 made.pieces = self._capture(made.step)
         for span in spans:
@@ -160,14 +163,6 @@ class DecodeSteps:
         if made.step.inputs.meta.is_cuda:
             made.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             made.copied.record()
-
-    def _record(self, model: "DeepseekV41", step: Pass, routed: "Routed") -> None:
-        """What the rows wanted, as the layers would have told."""
-        tap = model.blocks[0].moe.bank.tap
-        for block in model.blocks:
-            layer = block.moe.layer
-            wish = (routed.wanted[layer], routed.wanted_scores[layer], routed.wanted_weights[layer])
-            tap.record(layer, step.lane_of_row, *wish, routed.missed[layer])
 
     def _prepare(self, model: "DeepseekV41", rows: int) -> Prepared:
         from kernels.router_triton import Routed  # a compiler, which a CPU need not have
@@ -202,7 +197,14 @@ class DecodeSteps:
             routed=routed,
         )
         self._scratch = self._scratch or _scratch(model)
-        made = Prepared(DecodeStep(model, inputs, self._scratch), on_host, host(rows, ROW_FIELDS, dtype=torch.int64))
+        numbers = torch.tensor([block.moe.layer for block in model.blocks], device=device)
+        wish = (routed.wanted, routed.wanted_scores, routed.wanted_weights, routed.missed)
+        made = Prepared(
+            DecodeStep(model, inputs, self._scratch),
+            on_host,
+            host(rows, ROW_FIELDS, dtype=torch.int64),
+            Together(numbers, inputs.meta[:, LANE], *wish, None),
+        )
         self._prepared[rows] = made
         return made
 
