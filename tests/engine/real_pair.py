@@ -109,13 +109,16 @@ class Living:
         self.engine._emit()
 
     def turn(self, times: int = 1) -> None:
+        """Where there is nothing to do, other threads get a moment."""
         for _ in range(times):
-            self.engine.turn()
+            if not self.engine.turn():
+                time.sleep(0.0005)
 
     def rest(self, timeout_s: float = 120) -> None:
         """Until nothing is to be done, nothing is being read, and the other ranks are as far."""
         deadline_s = time.monotonic() + timeout_s
         while self.engine.turn() or self.engine._reading or any(o.seq < self.engine.seq for o in self.others):
+            self.turn()
             assert time.monotonic() < deadline_s, "the engine does not come to rest"
             assert not self.faults, self.faults
 
