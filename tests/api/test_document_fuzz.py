@@ -15,6 +15,7 @@ import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from schemathesis import checks
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks as openapi_checks
@@ -115,8 +116,10 @@ def test_bodies(url, operation, mode):
     streams = EVENTS in DOCUMENT["paths"][operation.path]["post"]["responses"]["200"]["content"]
 
     @settings(FUZZ, max_examples=EXAMPLES)
-    @given(operation.as_strategy(generation_mode=mode))
-    def tried(case):
+    @given(operation.as_strategy(generation_mode=mode), st.booleans())
+    def tried(case, stream):
+        if streams and stream and mode.is_positive:
+            case.body["stream"] = True
         reply = case.call(base_url=url, timeout=PATIENCE_S)
         counts[reply.status_code] += 1
         streamed = reply.headers["content-type"][0].startswith(EVENTS)
