@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -135,7 +136,7 @@ def test_a_process_has_limits_of_its_own():
     try:
         deadline_s = time.monotonic() + 60
         while True:
-            lines = open(f"/proc/{one.pid}/limits").read().splitlines()  # noqa: PTH123, SIM115
+            lines = Path(f"/proc/{one.pid}/limits").read_text().splitlines()
             limits = {line[:26].strip(): line[26:].split()[0] for line in lines}
             if limits["Max file size"] == "0" or time.monotonic() > deadline_s:
                 break
@@ -144,6 +145,13 @@ def test_a_process_has_limits_of_its_own():
     finally:
         one.kill()
         one.communicate()
+
+
+def test_nothing_of_the_servers_environment_reaches_a_process(pool, monkeypatch):
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", "/run/credentials")
+    pool.decode(lambda: SMALL).result(60)
+    found = Path(f"/proc/{process(pool).pid}/environ").read_text().split("\0")
+    assert {line.partition("=")[0] for line in found if line} <= {"PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH"}
 
 
 def test_the_server_itself_loads_no_decoder():

@@ -5,6 +5,7 @@ job begins another: nothing of a job outlives it but a process that has answered
 """
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,8 @@ from tided.images.worker import Job, decoded, read_part, write_parts
 log = logging.getLogger("tided.images")
 
 WORKERS = 2
+# What an interpreter and its libraries are found by; nothing else of the server's environment is the workers' business.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")
 
 
 class Workers:
@@ -87,7 +90,7 @@ class Workers:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a library's words on what it was given
-            env={"OMP_NUM_THREADS": "1"},
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         )
         self._own.process = started
         self._running = {*(one for one in self._running if one.poll() is None), started}

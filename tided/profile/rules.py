@@ -8,6 +8,7 @@ import difflib
 import ipaddress
 import math
 import os.path
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from tided.profile.problems import Severity
 from tided.profile.schema import Key, choices, element_type, wanted
 
 Values = dict[str, Any]
+
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 
 class Fault(NamedTuple):
@@ -115,6 +119,11 @@ def _vision_rank(rank: int, ranks: int) -> str:
     return f"there is no rank {rank}: there are {ranks}, from 0 on" if rank >= ranks else ""
 
 
+def _url_hosts(hosts: tuple[str, ...]) -> str:
+    wrong = [host for host in hosts if not _HOST_NAME.fullmatch(host)]
+    return f"'{wrong[0]}' is no name of a host" if wrong else ""
+
+
 def _file_exists(path: str) -> str:
     return f"there is no file {path}" if path and not is_file(path) else ""
 
@@ -162,6 +171,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("engine.loop_break",), "engine.loop_break is 0 (off), or 2 and more", _loop_break),
     Rule(("vision.rank", "parallel.ranks"), "vision.rank < parallel.ranks", _vision_rank),
+    Rule(("vision.url_hosts",), 'hosts by name, "images.example.org": without https:// and without a port', _url_hosts),
     Rule(("parallel.key_file",), "a key file that is named must be there", _file_exists),
     Rule(("server.api_keys_file",), "a key file that is named must be there", _file_exists),
     Rule(
