@@ -1,9 +1,12 @@
 """The policy of drafts: what pays is taken, what does not is left, and nothing gets stuck."""
 
+import math
 import random
 import statistics
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tided.engine.costs import Touched
 from tided.engine.depth import EXPLORE_STEPS, LAST_GAP, Depths, Row
@@ -125,6 +128,35 @@ def test_an_outlier_of_a_hundred_and_a_lasting_change_are_over_within_200_tokens
     run(depths, text, 200)
     cheap, _, _ = run(depths, text, 300)
     assert cheap < 1.12 * healthy
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["fixed", "acceptance", "confidence"]))
+def test_no_series_of_steps_breaks_the_policy(data, mode):
+    """Whatever lanes come and go, is timed, touched, waited for and accepted: depths fit the blocks that wait, and all
+    steps have a cost."""
+    depths, sure = Depths(mode, 5, 3), {}
+    number = st.floats(0, 1e4)
+    for _ in range(data.draw(st.integers(1, 25))):
+        rows = [
+            Row(lane, data.draw(st.integers(0, 8)), data.draw(st.booleans()))
+            for lane in data.draw(st.sets(st.integers(0, 2), min_size=1))
+        ]
+        plan, propose = depths.plan(rows)
+        assert all(
+            0 <= depth <= min(row.room, len(sure.get(row.lane, ()))) for row, depth in zip(rows, plan, strict=True)
+        )
+        assert not propose or any(row.room > 1 for row in rows)
+        came = {row.lane: (depth, 1 + data.draw(st.integers(0, depth))) for row, depth in zip(rows, plan, strict=True)}
+        for row in rows:
+            sure[row.lane] = data.draw(st.lists(st.floats(-1e6, 1e6), min_size=5, max_size=5)) if propose else []
+        touched = Touched(data.draw(st.integers(0, 500)), data.draw(st.integers(0, 50)), data.draw(number))
+        depths.done(came, sure, data.draw(number), data.draw(number) if propose else None, touched)
+        widths = {row.lane: 1 + depth for row, depth in zip(rows, plan, strict=True)}
+        assert 0 < depths.costs.step(widths) < math.inf
+        if data.draw(st.booleans()):
+            depths.forget(rows[0].lane)
+            sure.pop(rows[0].lane)
 
 
 def test_an_answer_begins_with_a_block():

@@ -168,7 +168,7 @@ class Costs:
         for lane in widths:
             one = self._lanes[lane] = self._appetite(lane)
             weight = max(FOLLOW, 1 / (1 + one.steps))
-            one.steps, one.experts = one.steps + 1, one.experts + weight * experts
+            one.steps, one.experts = one.steps + 1, max(0.0, one.experts + weight * experts)
             if lane in waiting:
                 one.reads = max(0.0, one.reads + weight * reads)
 
