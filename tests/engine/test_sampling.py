@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from tided.engine.sampling import clocks, draw, least_weight, noise, philox, sample
+from tided.engine.sampling import clocks, draw, least_weight, noise, philox, sample, sample_there
 from tided.engine.types import Sampling
 from tided.errors import PairError
 
@@ -148,3 +151,28 @@ def test_the_nucleus_is_that_of_a_full_sort(spread, top_p):
         reached = (ranked.cumsum(0) >= top_p * ranked.sum()).nonzero()
         expected = float(ranked[int(reached[0])] if len(reached) else ranked[-1])
         assert least_weight(weights, Sampling(top_p=top_p)) == pytest.approx(expected, rel=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 1 << 30),
+    sampling=st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.0, 0.7, 1.0, 3.0]),
+        top_k=st.sampled_from([0, 1, 5, 300]),
+        top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+        min_p=st.sampled_from([0.0, 0.1, 1.0]),
+    ),
+)
+def test_what_a_device_draws_without_being_looked_at_is_what_a_cpu_draws(seed, sampling):
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(seed)).mul_(4).round_(decimals=1)
+    rows = [(replace(sampling, seed=seed + i), 17 + i) for i in range(3)]
+    assert sample_there(logits, rows) == sample(logits, rows)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_device_s_logits_that_are_no_numbers_stop_the_pair_too(bad):
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = bad
+    with pytest.raises(PairError, match="no numbers"):
+        sample_there(logits, [(Sampling(temperature=0), 0)] * 2)

@@ -60,14 +60,55 @@ def sample(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
 
     Raises PairError for logits that are no numbers: such a rank must stop, not serve.
     """
+    if logits.is_cuda:
+        return sample_there(logits, rows)
     if not is_finite(logits):
-        raise PairError("the model computed logits that are no numbers", hint="restart the pair; check its checkpoint")
+        raise _no_numbers()
     greedy = [number for number, (sampling, _) in enumerate(rows) if sampling.temperature <= 0]
     best = dict(zip(greedy, first_max(logits[greedy]).tolist(), strict=True)) if greedy else {}
     return [
         best[number] if number in best else draw(logits[number], sampling, noise(sampling.seed, position))
         for number, (sampling, position) in enumerate(rows)
     ]
+
+
+def sample_there(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
+    """`sample` without looking at the device but once, for the ids; -1 stands for logits that are no numbers."""
+    best = first_max(logits)
+    for number, (sampling, position) in enumerate(rows):
+        if sampling.temperature > 0:
+            best[number] = draw_there(logits[number], sampling, noise(sampling.seed, position))
+    ids: list[int] = torch.where(torch.isfinite(logits).all(), best, -1).tolist()
+    if -1 in ids:
+        raise _no_numbers()
+    return ids
+
+
+def _no_numbers() -> PairError:
+    return PairError("the model computed logits that are no numbers", hint="restart the pair; check its checkpoint")
+
+
+def draw_there(row: Tensor, sampling: Sampling, bits: int) -> Tensor:
+    """`draw` as a tensor [] int64 on the row's device: every token has a clock, those that may not be drawn never
+    ring."""
+    weights = row.to(torch.float64, copy=True).sub_(row.max()).div_(sampling.temperature).exp_()
+    ids = torch.arange(weights.numel(), device=row.device)
+    least = torch.clamp_min(_bound_there(weights, sampling), _NEVER)
+    times = torch.where(weights >= least, clocks(bits, ids) / weights, torch.inf)
+    return torch.where(times == times.amin(), ids, weights.numel()).amin()
+
+
+def _bound_there(weights: Tensor, sampling: Sampling) -> Tensor:
+    """`least_weight` as a tensor []: everything is sorted where a CPU would sort a few."""
+    least, kept = weights.new_full((), min(sampling.min_p, 1.0)), weights
+    if 0 < sampling.top_k < weights.numel():
+        least = torch.maximum(least, torch.topk(weights, sampling.top_k).values[-1])
+        kept = torch.where(weights >= least, weights, 0.0)
+    if sampling.top_p < 1:
+        ranked = kept.sort(descending=True).values
+        last = torch.searchsorted(ranked.cumsum(dim=0), kept.sum() * sampling.top_p)
+        least = torch.maximum(least, ranked.gather(0, last.clamp_max(len(ranked) - 1).view(1))[0])
+    return least
 
 
 def first_max(logits: Tensor) -> Tensor:
