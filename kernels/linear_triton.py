@@ -18,6 +18,7 @@ from kernels.rounding_triton import INTERPRETED, fp8_groups, to_bf16
 
 MAX_ROWS = 16
 OUTPUTS = 32
+BLOCK, STAGES = 128, 4  # of K: numbers of a row at a time, and tiles that are on their way
 FEW_PROGRAMS = 192  # a product of fewer programs is split along K where its reader adds the parts
 
 
@@ -103,10 +104,10 @@ def _linear(
         tl.store(at, value.to(tl.bfloat16), mask=there)
 
 
-def parts(outs: int, width: int, block: int = 128) -> int:
+def parts(outs: int, width: int) -> int:
     """In how many parts a product of this shape is computed, where its reader adds them. By the shape alone: every
     rank and every row count must agree."""
-    programs, most = -(-outs // OUTPUTS), -(-width // block)
+    programs, most = -(-outs // OUTPUTS), -(-width // BLOCK)
     return max(1, min(8, FEW_PROGRAMS // programs, most // 4))
 
 
@@ -118,6 +119,8 @@ def linear(
     groups: int = 1,
     limit: float = 0.0,
     split: int = 1,
+    block: int = BLOCK,
+    stages: int = STAGES,
 ) -> Tensor:
     """x [R, K] bf16 (groups: [R, groups * K]), R <= MAX_ROWS; weight [N, K] FP8 or bf16 -> [R, N] as `ending` says;
     RAW: [split, R, N] fp32, parts of a sum. SWIGLU: N of the weight is twice that of the result, gates first. ADDED
@@ -133,12 +136,11 @@ def linear(
         shape = (split, rows, outs) if ending == Ending.RAW else (rows, outs)
         dtype = torch.float32 if ending in (Ending.RAW, Ending.ADDED) else torch.bfloat16
         out = torch.empty(shape, dtype=dtype, device=x.device)
-    block = 128
     scale_width = scale.shape[1]
     _linear[(-(-outs // OUTPUTS), split)](
         x, codes, scale, out, rows, width, scale_width, outs, outs // groups, x.stride(0),
         outs * width, outs // 32 * scale_width, limit,
         M=8 if rows <= 8 else 16, BK=block, OUT=OUTPUTS, SPLIT=split, FP8=is_fp8, WHOLE=width % block == 0,
-        ENDING=int(ending), num_warps=2, num_stages=4,
+        ENDING=int(ending), num_warps=2, num_stages=stages,
     )  # fmt: skip
     return out

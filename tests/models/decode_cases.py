@@ -90,7 +90,12 @@ def case_blocks() -> None:
     rows = model.decode(others, truth[2:], [3])
     model.keep(others[0], 3)
     wanted = torch.cat([reference.decode(lanes, truth[i : i + 1]) for i in range(5)])
-    print(f"  {error(rows, wanted[2:]):.4f}")
+    drafts = [
+        one.propose([own[0]], torch.tensor([9], device=one.norm.device), lambda _, logits: logits.argmax(-1))
+        for one, own in ((reference, lanes), (model, others))
+    ]
+    print(f"  {error(rows, wanted[2:]):.4f}, drafts {error(drafts[1].logits, drafts[0].logits):.4f}")
+    assert error(drafts[1].logits, drafts[0].logits) < NEAR
     assert error(rows, wanted[2:]) < NEAR
     check_contexts(reference, lanes, model, others)
 
