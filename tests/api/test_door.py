@@ -93,6 +93,15 @@ async def test_what_a_head_holds_is_not_logged(serve, caplog):
     assert "SECRET" not in caplog.text
 
 
+async def test_an_idle_connection_is_closed(serve):
+    server = await serve(Limits(idle_s=0.2))
+    ends = [await connect(server), await connect(server, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")]
+    assert [await rest_of(reader) == b"" for reader, _ in ends] == [True, False]
+    await until(lambda: not server.door.held)
+    for _, writer in ends:
+        writer.close()
+
+
 async def test_a_second_head_has_its_own_time(serve):
     server = await serve(PATIENT, head_timeout_s=0.3)
     reader, writer = await connect(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")

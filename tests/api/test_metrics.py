@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import said
 
+HISTOGRAM = re.compile("_seconds_|request_(prompt|generation)_tokens_")
 FULL = {
     "lane": 0, "cached_tokens": 0, "queue_s": 0.02, "prefill_s": 0.3, "ttft_s": 0.4, "decode_s": 0.6, "steps": 6,
     "experts": {"routed_picks": 100, "miss_picks": 7}, "spec": {"drafted": 10, "accepted": 4}, "completion_tokens": 13,
@@ -96,6 +97,15 @@ async def test_histograms(server, engine):
     assert found["tidelm_grammar_mask_seconds_sum",] == pytest.approx(0.002)
     assert found["tidelm_time_to_first_token_seconds_sum",] == pytest.approx(0.4)
     assert found["tidelm_request_seconds_count",] == 1
+    prompt = len(engine.request.prompt_ids)
+    assert (
+        found["tidelm_request_prompt_tokens_sum",] == prompt == found["vllm:request_prompt_tokens_sum", "0", "deepseek"]
+    )
+    assert (
+        found["tidelm_request_prompt_tokens_bucket", "1.0"],
+        found["tidelm_request_prompt_tokens_bucket", "100.0"],
+    ) == (0, 1)
+    assert found["tidelm_request_generation_tokens_count",] == 1
 
 
 async def test_figures_of_the_engine(server, engine):
@@ -140,7 +150,7 @@ async def test_every_name_is_documented_and_every_documented_name_is_told(server
     assert found["tidelm_prefix_hits_total", "cache"] == 1
     assert found["tidelm_inter_token_seconds_count",] == 4
     told = {name for name, *_ in found if not name.startswith("process_")}
-    told = {re.sub("_(bucket|count|sum|created)$", "", name) if "_seconds_" in name else name for name in told}
+    told = {re.sub("_(bucket|count|sum|created)$", "", name) if HISTOGRAM.search(name) else name for name in told}
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     documented = set(re.findall(r"^\| `([a-z0-9:_]+)", page, re.MULTILINE))
     assert told == documented

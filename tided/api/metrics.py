@@ -21,21 +21,22 @@ from tided.api.ports import Engine
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_TOKENS = (1, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 _MASK_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 
 
 class Histogram:
-    """Counts by upper bound, in seconds; one thread uses it."""
+    """Counts by upper bound, of seconds or tokens; one thread uses it."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
+        self._bounds = tuple(map(float, bounds))
         self._counts = [0] * (len(bounds) + 1)
-        self.sum_s = 0.0
+        self.sum = 0.0
 
-    def observe(self, seconds: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, seconds)] += times
-        self.sum_s += seconds * times
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
         """As Prometheus wants them: each counts all below its bound."""
@@ -56,6 +57,7 @@ class Metrics(Collector):
         self.requests: Counter[tuple[str, str, str]] = Counter()  # by route, status, finish reason
         self.counts: Counter[str] = Counter()
         self.prefix_hits: Counter[str] = Counter()
+        self.sizes = {"request_prompt_tokens": Histogram(_TOKENS), "request_generation_tokens": Histogram(_TOKENS)}
         self.histograms = {
             "queue": Histogram(_SECONDS),
             "prefill": Histogram(_SECONDS),
@@ -80,6 +82,8 @@ class Metrics(Collector):
     def _answered(self, generation: Generation) -> None:
         usage, stats = generation.usage(), generation.stats
         self.counts["prompt_tokens"] += usage["prompt_tokens"]
+        self.sizes["request_prompt_tokens"].observe(usage["prompt_tokens"])
+        self.sizes["request_generation_tokens"].observe(usage["completion_tokens"])
         self.counts["cached_prompt_tokens"] += usage["prompt_cache_hit_tokens"]
         self.counts["generation_tokens"] += usage["completion_tokens"]
         self.counts["reasoning_tokens"] += usage["completion_tokens_details"]["reasoning_tokens"]
@@ -125,6 +129,8 @@ class Metrics(Collector):
         yield hits
         for name, histogram in self.histograms.items():
             yield _histogram(f"tidelm_{name}_seconds", _HISTOGRAMS[name], histogram, {})
+        for name, histogram in self.sizes.items():
+            yield _histogram(f"tidelm_{name}", _SIZES[name], histogram, {})
         info = GaugeMetricFamily("tidelm_build_info", "Always 1.", labels=["version", "model"])
         info.add_metric([self._version, self._model], 1)
         yield info
@@ -181,6 +187,8 @@ class Metrics(Collector):
         named = dict(zip(labels, values, strict=True))
         for name, ours in _VLLM_HISTOGRAMS.items():
             yield _histogram(f"vllm:{name}", "As in vLLM.", self.histograms[ours], named)
+        for name, histogram in self.sizes.items():
+            yield _histogram(f"vllm:{name}", "As in vLLM.", histogram, named)
 
 
 _COUNTS = {
@@ -204,6 +212,10 @@ _HISTOGRAMS = {
     "decode": "From the first token of an answer to its last.",
     "grammar_mask": "Masks of an answer's grammar, all together.",
     "request": "From a request to the end of its reply.",
+}
+_SIZES = {
+    "request_prompt_tokens": "Tokens of a prompt.",
+    "request_generation_tokens": "Tokens of an answer.",
 }
 _FIGURES: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, str]] = {
     "steps": (CounterMetricFamily, "tidelm_steps", "Steps that rank 0 finished."),
@@ -239,7 +251,7 @@ _VLLM_HISTOGRAMS = {
 
 def _histogram(name: str, text: str, histogram: Histogram, labels: Mapping[str, str]) -> Metric:
     family = HistogramMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), buckets=histogram.buckets(), sum_value=histogram.sum_s)
+    family.add_metric(list(labels.values()), buckets=histogram.buckets(), sum_value=histogram.sum)
     return family
 
 
