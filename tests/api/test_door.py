@@ -93,6 +93,17 @@ async def test_what_a_head_holds_is_not_logged(serve, caplog):
     assert "SECRET" not in caplog.text
 
 
+async def test_the_rest_of_a_body_that_nobody_wants_is_no_head(serve, engine):
+    """One reply, and then the end: not a second one for a head that never came."""
+    server = await serve(PATIENT, head_timeout_s=0.3)
+    engine.state = "draining"
+    reader, writer = await connect(server, LINE + b"Content-Length: 20\r\n\r\n")
+    await asyncio.wait_for(reader.readuntil(b"}}"), 10)
+    writer.write(b"x" * 20)
+    assert await rest_of(reader) == b""
+    writer.close()
+
+
 async def test_an_idle_connection_is_closed(serve):
     server = await serve(Limits(idle_s=0.2))
     ends = [await connect(server), await connect(server, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")]

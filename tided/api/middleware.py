@@ -57,6 +57,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = error_response(shown, context.retry_after_s(), body)
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
+        if not request.content.is_eof():
+            response.force_close()  # what is still on its way belongs to nobody
         return response
 
 
