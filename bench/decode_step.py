@@ -90,8 +90,9 @@ class TimedModel:
 
     def __init__(self, rank: Rank) -> None:
         self._model, self.seconds = rank.model, 0.0
-        self.shape, self.prefill = rank.model.shape, rank.model.prefill
-        self.open_lane, self.close_lane = rank.model.open_lane, rank.model.close_lane
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         began = time.perf_counter()

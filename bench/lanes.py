@@ -12,6 +12,7 @@ answers have no end, and no drafts, whose rate changes with the text. Each repea
     first_token_s, idle_first_token_s
                 of the newcomer, beside the answer and on the idle engine just before
     share       beside by alone; the rule is that it stays above 1 - engine.prefill_share
+    time_share  of the time beside, what went into the answer's own steps; above `share` where those were slower then
     longest_gap_ms
                 between two tokens of the answer meanwhile
 """
@@ -74,6 +75,7 @@ class Repeat(msgspec.Struct, frozen=True):
     idle_first_token_s: float
     longest_gap_ms: float
     tokens_beside: int
+    time_share: float
 
     @property
     def share(self) -> float:
@@ -143,7 +145,7 @@ def measure(job: Job, engine: LeaderEngine, clock: Clock, folder: Path) -> Itera
         until(engine, clock, answer, WARM_TOKENS + job.window)
         before = clock.came[answer][-job.window - 1 :]
         began = submit(engine, newcomer, list(islice(texts, job.prompt_tokens)), ANSWERED)
-        until(engine, clock, newcomer, 1)
+        decoding_s = until(engine, clock, newcomer, 1, answer)
         first = clock.came[newcomer][0]
         beside = [before[-1], *(at for at in clock.came[answer] if began < at <= first)]
         while any(running.request.request_id == newcomer for running in engine.scheduler.running.values()):
@@ -163,6 +165,7 @@ def measure(job: Job, engine: LeaderEngine, clock: Clock, folder: Path) -> Itera
                 idle_first_token_s=idle_s,
                 longest_gap_ms=1000 * max(b - a for a, b in zip(beside, [*beside[1:], first], strict=True)),
                 tokens_beside=len(beside) - 1,
+                time_share=decoding_s / (first - began),
             )
 
 
@@ -175,10 +178,15 @@ def submit(engine: LeaderEngine, name: str, prompt: list[int], tokens: int) -> f
     return began
 
 
-def until(engine: LeaderEngine, clock: Clock, name: str, tokens: int) -> None:
+def until(engine: LeaderEngine, clock: Clock, name: str, tokens: int, beside: str = "") -> float:
+    """Until the request has so many tokens. Seconds of the steps that brought one to the request beside it."""
+    seconds = 0.0
     while clock.count(name) < tokens:
+        began, had = time.perf_counter(), clock.count(beside)
         if not engine.turn():
             raise UsageError(f"{name} ended after {clock.count(name)} tokens: the context has no room for the window")
+        seconds += time.perf_counter() - began if clock.count(beside) > had else 0.0
+    return seconds
 
 
 def rest(engine: LeaderEngine) -> None:
@@ -207,7 +215,15 @@ def show(figures: dict[str, Any]) -> None:
         f"{figures['ranks']} ranks, a prompt of {figures['prompt_tokens']} tokens beside an answer, "
         f"prefill_share {figures['prefill_share']:g}, {figures['repeats']} repeats: median (least to most)"
     )
-    for name in ("alone_tok_s", "beside_tok_s", "share", "first_token_s", "idle_first_token_s", "longest_gap_ms"):
+    for name in (
+        "alone_tok_s",
+        "beside_tok_s",
+        "share",
+        "time_share",
+        "first_token_s",
+        "idle_first_token_s",
+        "longest_gap_ms",
+    ):
         value = figures[name]
         print(f"  {name:20}{value['median']:10.3f}   ({value['least']:.3f} to {value['most']:.3f})")
     kept = figures["share"]["least"] >= 1 - figures["prefill_share"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tided.control.messages import Decode, Prefill
-from tided.engine.fairness import MOST_STEPS, Pace
+from tided.engine.fairness import LEAST_PART, MOST_STEPS, Pace
 from tided.engine.scheduler import Limits, Scheduler
 
 CHUNK = 512
@@ -32,7 +32,7 @@ def step(s: Scheduler, chunk_s: float, decode_s: float) -> tuple[Prefill | Decod
     assert taken is not None
     work = taken.work
     seconds = decode_s if isinstance(work, Decode) else chunk_s * work.count / CHUNK
-    s.took(work, seconds)
+    s.took(work, seconds, len(work.lanes) if isinstance(work, Decode) else 0)
     for lane in work.lanes if isinstance(work, Decode) else [work.lane]:
         if not s.running[lane].in_prefill:
             s.drew(lane, 1)
@@ -79,9 +79,41 @@ def test_a_chunk_that_was_slow_once_holds_up_its_followers_for_a_few_chunks_at_m
     pace.prefilled(100, 1000.0, beside=True)
     steps = 0
     while not pace.may_prefill(100):
-        pace.decoded(0.1)
+        pace.decoded(1, 1, 0.1, beside=True)
         steps += 1
     assert 0 < steps <= 51
+
+
+@pytest.mark.parametrize(("share", "slower"), [(0.1, 1.04), (0.3, 1.05), (0.3, 1.15), (0.6, 1.4)])
+def test_steps_that_are_slower_beside_a_prompt_do_not_cost_the_answer_its_rate(share, slower):
+    """What is read for a newcomer may slow the answer's own steps: then the newcomer waits longer."""
+    s = answering(0.5, 0.04, share=share)
+    s.submit(request("new", prompt=2048))
+    spent, tokens = until_first_token(s, 1, 0.5, 0.04 * slower)
+    assert tokens * 0.04 / spent >= 1 - share - 1e-9
+
+
+def test_however_slow_steps_become_a_prompt_gets_half_of_its_share():
+    s = answering(0.5, 0.04, share=0.3)
+    s.submit(request("new", prompt=2048))
+    spent, _ = until_first_token(s, 1, 0.5, 0.4)
+    chunks_s, part = 4 * 0.5, LEAST_PART * 0.3 / 0.7
+    assert spent <= chunks_s * (1 + 1 / part) + 2 * 0.4
+
+
+def test_what_lanes_had_alone_is_known_by_their_number():
+    """Two answers take longer steps than one: beside a prompt each pair is compared with pairs."""
+    pace = Pace(0.3)
+    for _ in range(9):
+        pace.decoded(1, 1, 0.05, beside=False)
+        pace.decoded(2, 4, 0.4, beside=False)
+        pace.prefilled(10, 1.0, beside=False)
+    pace.alone()
+    steps = 0
+    while not pace.may_prefill(10):
+        pace.decoded(2, 2, 0.2, beside=True)  # as fast as alone, with fewer drafts
+        steps += 1
+    assert steps == 12  # 1 s are 0.3 of the time behind 2.34 s
 
 
 def test_a_clock_that_stands_still_starves_nobody():
@@ -89,7 +121,7 @@ def test_a_clock_that_stands_still_starves_nobody():
     pace.prefilled(100, 1.0, beside=True)
     for _ in range(MOST_STEPS):
         assert not pace.may_prefill(100)
-        pace.decoded(0.0)
+        pace.decoded(1, 1, 0.0, beside=True)
     assert pace.may_prefill(100)
 
 

@@ -101,7 +101,7 @@ class Ledger:
         if step.change:
             self.traces.changed(step.seq, step.change, self._motion.why, now_s)
             self._published(moved)
-        self._scheduler.took(step.work, seconds)
+        self._scheduler.took(step.work, seconds, len(outcome.tokens))
         if step.work is not None:
             rows = step.work.count if isinstance(step.work, Prefill) else len(outcome.tokens)
             if self._motion.stepped(rows):

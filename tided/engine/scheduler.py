@@ -315,12 +315,12 @@ class Scheduler:
             raise PairError(f"{pages} pages are promised of a pool of {self.limits.pool_pages}")
         self.recalls.check({request.request_id for request in self.waiting}, {lane.lane for lane in self.parked})
 
-    def took(self, work: Prefill | Decode | None, seconds: float) -> None:
-        """The step that was decided last took so long."""
+    def took(self, work: Prefill | Decode | None, seconds: float, tokens: int) -> None:
+        """The step that was decided last took so long, and brought so many tokens."""
         if isinstance(work, Prefill) and work.count:
             self.pace.prefilled(work.count, seconds, self._shared)
-        elif isinstance(work, Decode) and self._shared:
-            self.pace.decoded(seconds)
+        elif isinstance(work, Decode):
+            self.pace.decoded(len(work.lanes), tokens, seconds, self._shared)
 
     def _snapshots(self, work: Prefill | Decode | None) -> list[int]:
         if not self.limits.snapshots or not isinstance(work, Prefill) or not work.count:
