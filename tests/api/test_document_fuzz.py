@@ -51,8 +51,8 @@ ANSWERS = [("thought</think>", "an", "swer"), ("</think>",), ("a</think>b", CALL
 
 
 def play(answer: ScriptedAnswer) -> None:
-    """Answers of every kind, the same for the same seed."""
-    kind = answer.request.sampling.seed % len(ANSWERS)
+    """Answers of every kind, the same for the same prompt."""
+    kind = len(answer.request.prompt_ids) % len(ANSWERS)
     answer.start()
     for piece in ANSWERS[kind]:
         answer.say(piece)

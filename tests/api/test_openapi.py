@@ -188,7 +188,7 @@ READERS = [
     ("MessageRequest", anthropic_request, anthropic_request.prepare_message, MESSAGES, set()),
     ("CountRequest", anthropic_request, anthropic_request.count_tokens, MESSAGES, set()),
     ("TokenizeRequest", text_routes, text_routes.tokenize_asked, TOKENIZED, set()),
-    ("DetokenizeRequest", text_routes, text_routes.detokenized, [{"tokens": [1]}], set()),
+    ("DetokenizeRequest", text_routes, text_routes.detokenize_asked, [{"tokens": [1]}], set()),
 ]
 
 

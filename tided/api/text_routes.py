@@ -24,7 +24,7 @@ from tided.chat.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-_ID_BYTES = 8  # of a prompt's memory while it is spelled
+_ID_BYTES = 8  # what counts as the size of work on a token
 
 
 class Spelled(NamedTuple):
@@ -48,13 +48,19 @@ async def tokenize(request: web.Request) -> web.Response:
     ids = asked.ids
     if asked.conversation is not None:
         ids = (await context.images.seen(asked.conversation)).request.prompt_ids
-    body = {"count": len(ids), "max_model_len": context.served.context_tokens, "tokens": ids}
-    text = LogprobJson(context.served.tokenizer).text
-    return _json(body | ({"token_strs": [text(one) for one in ids]} if asked.spells else {}))
+
+    def shown() -> dict[str, Any]:
+        body = {"count": len(ids), "max_model_len": context.served.context_tokens, "tokens": ids}
+        text = LogprobJson(context.served.tokenizer).text
+        return body | ({"token_strs": [text(one) for one in ids]} if asked.spells else {})
+
+    return await _made(context, len(ids), shown)
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    return _json({"prompt": (await _received(request, request.app[CONTEXT], detokenized)).text})
+    context = request.app[CONTEXT]
+    ids = await _received(request, context, detokenize_asked)
+    return await _made(context, len(ids), lambda: {"prompt": spelled(ids, context.served.tokenizer).text})
 
 
 async def debug_prompt(request: web.Request) -> web.Response:
@@ -62,18 +68,20 @@ async def debug_prompt(request: web.Request) -> web.Response:
     context, messages = request.app[CONTEXT], "anthropic-version" in request.headers
     prepared = await _received(request, context, _message_prepared if messages else prepare)
     prepared = await context.images.seen(prepared)
-    ids, tokenizer, conversation = prepared.request.prompt_ids, context.served.tokenizer, prepared.chat.conversation
-    shown = await context.slots.run(_ID_BYTES * len(ids), lambda alive: spelled(ids, tokenizer))
-    return _json(
-        {
-            "prompt": shown.text,
+    ids, conversation = prepared.request.prompt_ids, prepared.chat.conversation
+
+    def shown() -> dict[str, Any]:
+        prompt = spelled(ids, context.served.tokenizer)
+        return {
+            "prompt": prompt.text,
             "prompt_token_ids": ids,
-            "special_token_spans": shown.specials,
+            "special_token_spans": prompt.specials,
             "thinking": conversation.thinking,
             "effort": conversation.effort if conversation.thinking else None,
             "grammar": prepared.guides.grammar is not None,
         }
-    )
+
+    return await _made(context, len(ids), shown)
 
 
 def tokenize_asked(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> Asked:
@@ -90,7 +98,7 @@ def tokenize_asked(body: bytes | bytearray, served: ServedModel, alive: Callable
     return Asked([*map(served.tokenizer.special_id, begin), *ids], None, spells)
 
 
-def detokenized(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> Spelled:
+def detokenize_asked(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> list[int]:
     fields, most = Fields(parse_object(body)), served.tokenizer.vocabulary_tokens
     alive()
     ids = fields.array("tokens", served.context_tokens)
@@ -99,7 +107,7 @@ def detokenized(body: bytes | bytearray, served: ServedModel, alive: Callable[[]
     for at, one in enumerate(ids):
         if not is_number(one) or not 0 <= one < most or one != int(one):
             refuse(f"tokens[{at}]", f"expected a token id from 0 to {most - 1}, got {str(one)[:40]}")
-    return spelled(map(int, ids), served.tokenizer)
+    return [int(one) for one in ids]
 
 
 def spelled(ids: Iterable[int], tokenizer: Tokenizer) -> Spelled:
@@ -125,5 +133,7 @@ def _message_prepared(body: bytes | bytearray, served: ServedModel, alive: Calla
     return prepare_message(body, served, alive).prepared
 
 
-def _json(body: dict[str, Any]) -> web.Response:
-    return web.Response(text=to_json(body), content_type="application/json", charset="utf-8")
+async def _made(context: Context, tokens: int, make: Callable[[], dict[str, Any]]) -> web.Response:
+    """A reply of so many tokens, made in a thread: a million take a second."""
+    text = await context.slots.run(_ID_BYTES * tokens, lambda alive: to_json(make()))
+    return web.Response(text=text, content_type="application/json", charset="utf-8")

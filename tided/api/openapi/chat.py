@@ -36,7 +36,7 @@ from tided.engine.types import Fidelity
 
 STOP = text(0, MAX_STOP_CHARACTERS)
 LOOP_BREAK: Schema = {"not": always(1)} | said(
-    "Times in a row that a cycle may come before the answer is ended; 0: always.", integer(0, MAX_LOOP_BREAK)
+    "Times in a row that a cycle may come before the answer is ended; 0: it may go on.", integer(0, MAX_LOOP_BREAK)
 )
 CACHE_SALT = said("Prompts of another one are not found in the prompt cache.", text(0, MAX_SALT_CHARACTERS))
 TOOL_NAMES = text(pattern=f"^{TOOL_NAME.pattern}$")

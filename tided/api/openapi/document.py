@@ -58,9 +58,8 @@ _MEANS = {
     429: "The queue is full.",
     500: "The engine failed.",
     503: "Nothing is served: the model is being loaded, the server is ending, or the engine has stopped.",
-    504: "It took too long.",
 }
-_BODY, _ENGINE = (400, 408, 413, 429, 500, 503), (503,)
+_BODY = (400, 404, 408, 413, 429, 500, 503)  # 404: another model, where the profile wants the right name
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1, "maximum": 60}}}
 
 
