@@ -1,4 +1,4 @@
-"""Anthropic's own client and the mini model on two ranks: plain, streamed, thinking, tools, an agent's session."""
+"""Anthropic's own client and the mini model on two ranks: plain, streamed, thinking, tools."""
 
 import asyncio
 from collections.abc import Iterator
@@ -95,62 +95,6 @@ async def test_errors_and_cancels(client, long_pair):
     async with asyncio.timeout(20):
         while (await get(long_pair.url, "/health"))[1]["busy"]:
             await asyncio.sleep(0.02)
-
-
-def tool(number: int) -> dict:
-    properties = {"target": {"type": "string"}, "depth": {"type": "integer"}}
-    return {
-        "name": f"tool_{number}",
-        "description": "Look",
-        "input_schema": {"type": "object", "properties": properties},
-    }
-
-
-async def test_a_session_of_a_coding_agent(client, long_pair):
-    """As Claude Code asks: probes, a long system text with an attribution line, many tools, a title beside it, parallel
-    calls answered in one turn, a system message in the middle."""
-    async with aiohttp.ClientSession() as session:
-        for path in ("/", "/api/hello"):
-            async with session.head(f"{long_pair.url}{path}") as reply:
-                assert reply.status == 200
-    rules = "You are an agent that edits code. Be brief. Never guess a path. " * 20
-    tools = [READ, *(tool(number) for number in range(16))]
-    turns = [{"role": "user", "content": "Read notes.txt."}]
-
-    async def turn(number: int, messages: list) -> anthropic.types.Message:
-        system = [
-            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={number};"},
-            {"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}},
-        ]
-        fields = ask("", tools=tools, max_tokens=32_000 if number == 0 else 48) | {"messages": messages}
-        async with client.beta.messages.stream(**fields, system=system, metadata={"user_id": "u"}) as stream:
-            return await stream.get_final_message()
-
-    title = client.messages.create(**ask("Name this chat.", max_tokens=8))
-    first, _ = await asyncio.gather(turn(0, turns), title)
-    assert first.stop_reason in ("tool_use", "end_turn", "max_tokens")
-    calls = [
-        {"type": "tool_use", "id": f"toolu_{n}", "name": "read_file", "input": {"path": f"{n}.txt"}} for n in (1, 2)
-    ]
-    results = [{"type": "tool_result", "tool_use_id": f"toolu_{n}", "content": f"text {n}"} for n in (2, 1)]
-    said = [
-        {"type": "thinking", "thinking": "both", "signature": "x"},
-        {"type": "text", "text": "I read both."},
-        *calls,
-    ]
-    turns += [
-        {"role": "assistant", "content": said},
-        {
-            "role": "user",
-            "content": [*results, {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}}],
-        },
-        {"role": "system", "content": "Available agents: none"},
-    ]
-    second = await turn(1, turns)
-    used = second.usage
-    assert 1000 < used.input_tokens + used.cache_read_input_tokens < 4096
-    again = (await turn(2, turns)).usage  # another attribution line, the same prompt
-    assert again.input_tokens + again.cache_read_input_tokens == used.input_tokens + used.cache_read_input_tokens
 
 
 async def test_the_map_and_the_metrics_of_a_pair_that_works(client, long_pair):
