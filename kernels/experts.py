@@ -32,10 +32,12 @@ def grouped_experts(
     expert; weights [T, k] fp32 -> [T, D] fp32: this rank's part of the sum over k, added in the order of k.
 
     Raises ValueError for a pick without a slot; on a GPU, where looking would cost a wait, such a pick adds nothing."""
-    if x.is_cuda and numerics is NATIVE and len(picks) <= ROWS:
-        from kernels import experts_triton  # needs a compiler that a CPU need not have
+    if x.is_cuda and numerics is NATIVE:
+        from kernels import experts_chunk_triton, experts_triton  # need a compiler that a CPU need not have
 
-        return experts_triton.grouped_experts(x, slots, record, picks, weights, limit)
+        if len(picks) <= ROWS and limit <= experts_triton.MAX_LIMIT:
+            return experts_triton.grouped_experts(x, slots, record, picks, weights, limit)
+        return experts_chunk_triton.grouped_experts(x, slots, record, picks, weights, limit)
     if int(picks.min()) < 0:
         raise ValueError("a chosen expert has no slot")
     outputs = x.new_empty(*picks.shape, record.hidden)

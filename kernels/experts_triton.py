@@ -175,7 +175,7 @@ def _prepare(
     row = tl.program_id(0)
     if row < tl.num_programs(0) - 1:
         column = tl.arange(0, SIZE)
-        value = tl.load(x + row * width + column, mask=column < width, other=0.0)
+        value = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
         exponent = tl.maximum(_exponent(tl.max(tl.abs(value), 0)), -100)
         at = ordered + row * padded + _position(column)
         tl.store(at, (value * _power(15 - exponent)).to(tl.float16), mask=column < padded)
@@ -212,14 +212,14 @@ def _rounded(value):
 
 
 @triton.jit
-def _fp8(value):
-    """value [32, M], a scale group a column -> rounded to e4m3 with one power of two a group (`quantise.fp8_ue8m0`)."""
-    amax = tl.maximum(tl.max(tl.abs(value), 0), 1e-4) * 0.002232142857142857
+def _fp8(value, AXIS: tl.constexpr):
+    """value, scale groups along AXIS -> rounded to e4m3 with one power of two a group (`quantise.fp8_ue8m0`)."""
+    amax = tl.maximum(tl.max(tl.abs(value), AXIS, keep_dims=True), 1e-4) * 0.002232142857142857
     bits = (amax.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     scale = bits.to(tl.float32, bitcast=True)
-    code = value / scale[None, :]
+    code = value / scale
     small = (code + 24576.0) - 24576.0  # below 2^-6 steps are 2^-9: what fp32 keeps beside 1.5 x 2^14
-    return tl.where(tl.abs(code) < 0.015625, small, _kept(code, 20)) * scale[None, :]
+    return tl.where(tl.abs(code) < 0.015625, small, _kept(code, 20)) * scale
 
 
 @triton.jit
@@ -256,7 +256,7 @@ def _gate_up(
     gate, up = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
     weight = tl.load(weights + found)
     value = gate / (1.0 + tl.exp(-gate)) * up * weight[None, :]
-    out = _fp8(_rounded(value)) * _power(14 - _ceiling_exponent(weight, limit))[None, :]
+    out = _fp8(_rounded(value), 0) * _power(14 - _ceiling_exponent(weight, limit))[None, :]
     at = tile * 32 + _position(tl.arange(0, 32))
     tl.store(hidden + found[None, :] * hidden_width + at[:, None], out.to(tl.float16), mask=valid[None, :])
 

@@ -1,4 +1,4 @@
-"""The GPU's form of the experts: in Triton's interpreter on a CPU, and on a GPU where there is one."""
+"""The GPU's forms of the experts: in Triton's interpreter on a CPU, and on a GPU where there is one."""
 
 import os
 import subprocess
