@@ -1,6 +1,6 @@
 """A decode step at the real shapes, one rank of two, on this GPU: where its time goes, and what the least would be.
 
-    python bench/gpu_step.py [--layers 40] [--resident 10000] [--rows 1 6] [--context 8000] [--prefill 0]
+    python bench/gpu_step.py [--layers 40] [--resident 10000] [--rows 1 6] [--context 8000] [--prefill 0] [--tiles]
 
 `step`: replays of the captured graphs, back to back. `host`: what the engine's thread spends on a step beside waiting.
 `step`: replays of the captured graphs, back to back. `host`: what the engine's thread spends on a step beside waits.
@@ -25,7 +25,7 @@ from kernels.linear_triton import Ending, linear, parts
 from tided.models.deepseek_v41.model import DeepseekV41
 
 PARTS = {
-    "experts": "gate_up|_down|_ordered|_sum$|expert|_order",
+    "experts": "^_gate_up|^_down|^_prepare|^_sum|expert",
     "dense": "^_linear",
     "attention": "^_attention|^_latents|^_window",
     "mHC": "^_hyper",
@@ -159,16 +159,46 @@ def linear_table(model: DeepseekV41, rows: int, rounds: int, read_gbs: float) ->
         print(f"| {name} | {outs} x {width} | {took:.1f} | {rate:,.0f} | {rate / read_gbs:.0%} |")
 
 
+def tile_table(model: DeepseekV41, rows: int, rounds: int) -> None:
+    """Microseconds of a product by how much of K a tile has, and how many are on their way."""
+    attention, moe = [b.attention for b in model.blocks], [b.moe for b in model.blocks]
+    kinds: dict[str, tuple[list[Matrix], Ending, int]] = {
+        "wq_a, wkv": ([a.inputs for a in attention], Ending.RAW, 3),
+        "wq_b": ([a.wq_b for a in attention], Ending.STORED, 1),
+        "wo_b": ([a.wo_b for a in attention], Ending.RAW, 1),
+        "shared w1, w3": ([m.shared_w13 for m in moe], Ending.SWIGLU, 1),
+        "shared w2": ([m.shared_w2 for m in moe], Ending.RAW, 1),
+        "gate": ([m.gate for m in moe], Ending.RAW, 8),
+    }
+    tiles = [(128, 3), (128, 6), (256, 2), (256, 4), (512, 2), (512, 3)]
+    print(f"\n| us, {rows} rows |" + "|".join(f" {block} x {stages} " for block, stages in tiles) + "|")
+    print("|---" * (len(tiles) + 1) + "|")
+    for name, (matrices, ending, split) in kinds.items():
+        x = torch.randn(rows, matrices[0].shape[1], device="cuda").to(torch.bfloat16)
+        found = []
+        for block, stages in tiles:
+            turn = itertools.cycle(matrices)
+
+            def work(x: Tensor = x, turn: Any = turn, tile: tuple[int, int] = (block, stages)) -> None:
+                linear(x, next(turn), ending, limit=10.0, split=split, block=tile[0], stages=tile[1])  # noqa: B023
+
+            try:
+                found.append(f"{microseconds(work, rounds, len(matrices)):.1f}")
+            except Exception as error:  # more shared memory than there is
+                found.append(type(error).__name__)
+        print(f"| {name} | " + " | ".join(found) + " |")
+
+
 def prefill(model: DeepseekV41, tokens: int, chunk: int) -> None:
-    for name in ("warm", "measured"):
+    for name, count in (("warm", chunk // 4), ("measured", tokens)):
         lane = model.open_lane(0)
         torch.cuda.synchronize()
         began = time.perf_counter()
-        for ids in (torch.arange(tokens) * 7919 % 129_000).split(chunk):
+        for ids in (torch.arange(count) * 7919 % 129_000).split(chunk):
             model.prefill(lane, ids, "none")
         torch.cuda.synchronize()
         took = time.perf_counter() - began
-        print(f"prefill, {name}: {tokens} tokens in chunks of {chunk}: {took:.2f} s, {tokens / took:,.0f} tok/s")
+        print(f"prefill, {name}: {count} tokens in chunks of {chunk}: {took:.2f} s, {count / took:,.0f} tok/s")
         model.close_lane(lane)
 
 
@@ -177,6 +207,7 @@ def main() -> None:
     for name, default in (("--layers", 40), ("--resident", 10_000), ("--context", 8000), ("--prefill", 0)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 6])
+    parser.add_argument("--tiles", action="store_true", help="other tiles of the dense products too")
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     began = time.perf_counter()
@@ -189,6 +220,8 @@ def main() -> None:
     with torch.inference_mode():
         step_table(model, options.rows, options.context, options.rounds, read_gbs)
         linear_table(model, max(options.rows), options.rounds, read_gbs)
+        if options.tiles:
+            tile_table(model, max(options.rows), options.rounds)
         if options.prefill:
             prefill(model, options.prefill, 2048)
 

@@ -61,8 +61,8 @@ def add_demand(
     n, rows, top_k = wanted.shape
     totals = torch.empty(n, rows, 8, device=wanted.device)
     _demand[(n,)](
-        lanes, layers, wanted, scores, weights, missed, missed if read is None else read, counts, mass, uses, totals,
-        rows, counts.shape[0], counts.shape[1], counts.shape[2], light, K=top_k, KP=triton.next_power_of_2(top_k),
-        READ=read is not None, num_warps=1,
+        lanes.contiguous(), layers, wanted, scores, weights, missed, missed if read is None else read, counts, mass,
+        uses, totals, rows, counts.shape[0], counts.shape[1], counts.shape[2], light, K=top_k,
+        KP=triton.next_power_of_2(top_k), READ=read is not None, num_warps=1,
     )  # fmt: skip
     return totals.sum(0)

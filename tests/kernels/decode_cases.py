@@ -434,7 +434,8 @@ def case_demand() -> None:
             missed = torch.rand(wanted.shape, generator=draw) < 0.5
             late = missed & (torch.rand(wanted.shape, generator=draw) < 0.5) if read else None
             weights = torch.softmax(randn(layers, rows, top_k), -1)
-            numbers, lanes = torch.randperm(layers + 1, generator=draw)[:layers], torch.arange(rows) % 3
+            numbers = torch.randperm(layers + 1, generator=draw)[:layers]
+            lanes = torch.stack([torch.arange(rows) % 3, torch.full((rows,), 1 << 40)], 1)[:, 0]  # a column, as in use
             parts = (numbers, lanes, wanted, weights * 2, weights, missed, late)
             books[0].record_step(Together(*parts))
             moved_parts = [part if part is None else there(part) for part in parts]

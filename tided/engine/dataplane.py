@@ -18,6 +18,7 @@ import ipaddress
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from tided.errors import ConfigError, PairError, UnavailableError
 from tided.settings import Parallel, Settings
 
 COLLECTIVE_STEPS = 1.5  # a wait in a collective, in longest steps: whoever watches the engine's steps says more
+CLOSE_S = 5.0  # for the library to let go of the group
 SIOCGIFADDR = 0x8915
 Join = Callable[[Sequence[Tensor]], Tensor]
 
@@ -74,7 +76,13 @@ class TorchGroup:
         return self._timed(part, _concat)
 
     def close(self) -> None:
-        """Lets go without waiting for anybody: a peer may be dead, and an orderly destroy would wait for it."""
+        """Lets go without waiting for anybody: a peer may be dead, and an orderly destroy would wait for it. NCCL may
+        never let go while captured graphs hold collectives: then it is left behind, for the process to end with."""
+        ending = threading.Thread(target=self._abort, name="data plane's end", daemon=True)
+        ending.start()
+        ending.join(CLOSE_S)
+
+    def _abort(self) -> None:
         with suppress(Exception):
             self._group.abort()
 

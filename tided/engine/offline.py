@@ -210,10 +210,10 @@ def main(arguments: Sequence[str]) -> int:
         group = TorchGroup(job.settings, number)
         try:
             result = compute(job, opened, group, lambda stage, done, total: None)
+            if number == 0:
+                write_logits(folder / RESULT, result)
         finally:
             group.close()
-        if number == 0:
-            write_logits(folder / RESULT, result)
     except TideError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -221,4 +221,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # as a daemon ends: what is left of a group may wait for ranks that are gone

@@ -4,6 +4,7 @@ Whatever changes from step to step is read from memory of fixed address: `Inputs
 the same code runs eagerly and is captured into graphs (`captured`). The rows of a lane are in order, and see each other
 as if each had been a step of its own; what they leave behind in the lane's ring is written at the very end."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,7 +71,7 @@ class DecodeStep:
     layer itself, which looks at values."""
 
     def __init__(self, model: "DeepseekV41", inputs: Inputs, scratch: Scratch) -> None:
-        self.model, self.inputs, self.scratch = model, inputs, scratch
+        self.model, self.inputs, self.scratch = weakref.proxy(model), inputs, scratch
         self.rows = len(inputs.meta)
         self.waiting: Pass | None = None
         self.logits: Tensor | None = None
