@@ -1,0 +1,94 @@
+"""The soak in small, and that it would see what it looks for. `make soak` is the long one."""
+
+import json
+
+import pytest
+
+from tests.soak import watch
+from tests.soak.bodies import Ask, Visit, distinct, traffic
+from tests.soak.clients import Answer, Tally
+from tests.soak.soak import Size, soak
+from tests.soak.watch import Held
+
+
+@pytest.mark.xdist_group("soak")
+@pytest.mark.timeout(600)  # of a machine that others use as well
+def test_thirty_requests(tmp_path):
+    said: list[str] = []
+    verdict = soak(1, "whole", Size(requests=30, distinct=10), tmp_path, said.append)
+    assert verdict.faults == [], verdict.line
+    assert verdict.tally.done == 30
+    assert "nothing wrong" in verdict.line
+    assert any(line.startswith("25/30") for line in said)
+
+
+def test_traffic_repeats_and_has_every_kind():
+    asks = distinct(3, 40)
+    assert asks == distinct(3, 40)
+    assert len({ask.kind for ask in asks}) == 8
+    visits = traffic(3, asks, 200, 0.3)
+    assert visits == traffic(3, asks, 200, 0.3) != traffic(4, asks, 200, 0.3)
+    assert [visit.ask.kind for visit in visits[:2]] == ["tale", "tale"]
+    hurried = [visit for visit in visits if visit.events or visit.seconds]
+    assert 30 < len(hurried) < 90
+    fidelities = {ask.body["fidelity"]: ask.compared for ask in distinct(3, 40, 0.5)}
+    assert fidelities == {"exact": True, "fast": False}
+
+
+def event(**delta) -> dict:
+    return {"choices": [{"delta": delta, "finish_reason": None}]}
+
+
+def answer(*parts: str, whole: bool = True) -> Answer:
+    found = Answer(whole=whole, finish="stop" if whole else "")
+    for part in parts:
+        found.take(event(content=part))
+    return found
+
+
+def test_another_answer_is_wrong_and_so_is_another_beginning():
+    visit, tally = Visit(Ask("question", "1", {})), Tally()
+    alone = answer("Oslo is ", "far.")
+    for one in (answer("Oslo ", "is far."), answer("Oslo is", whole=False)):
+        tally.take(visit, one, alone)
+    assert (tally.wrong, tally.compared, tally.hung_up) == ([], 1, 1)
+    failed = answer("Oslo", whole=False)
+    failed.take({"error": {"message": "the pair ended"}})
+    for one in (answer("Oslo is near."), answer("Paris", whole=False), failed):
+        tally.take(visit, one, alone)
+    assert len(tally.wrong) == 3
+    call = {"function": {"name": "read_file", "arguments": json.dumps({"path": "a"})}}
+    one, other = Answer(whole=True), Answer(whole=True)
+    one.take(event(tool_calls=[call | {"id": "1"}]))
+    other.take(event(tool_calls=[call | {"id": "2"}]))
+    assert one.said == other.said != Answer(whole=True).said
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"fds": 90}, "file descriptors"),
+        ({"threads": 60}, "threads"),
+        ({"rss_bytes": 1 << 29}, "memory"),
+        ({"parked_files": 1}, "parked"),
+        ({"unfinished_files": 1}, "not whole"),
+        ({"prefix_bytes": 101}, "prompt cache"),
+    ],
+)
+def test_what_grows_is_named(change, word):
+    before = {
+        "fds": 60,
+        "threads": 40,
+        "rss_bytes": 400 << 20,
+        "parked_files": 0,
+        "unfinished_files": 0,
+        "prefix_bytes": 90,
+    }
+    assert watch.leaks(Held(**before), Held(**before), 100) == []
+    (found,) = watch.leaks(Held(**before), Held(**(before | change)), 100)
+    assert word in found
+
+
+def test_warnings_in_a_log_are_seen():
+    log = "1 INFO daemon ready\n2 WARNING cache a context is lost\n3 ERROR engine it ends\nTraceback (most recent)\n"
+    assert len(watch.flagged(log)) == 3
