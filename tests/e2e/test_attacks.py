@@ -90,3 +90,16 @@ async def test_a_flood_of_large_bodies_is_refused_or_answered(pair):
     assert statuses.count(200) >= 4
     assert set(statuses) <= {200, 429, 0}
     await goes_on(pair)
+
+
+async def test_more_connections_than_there_are_places_keep_nobody_out(pair):
+    """Heads that never end, more of them than `server.max_connections`: the pair answers beside them."""
+    host, port = pair.url.removeprefix("http://").split(":")
+    ends = []
+    for _ in range(6):
+        ends += await asyncio.gather(*(asyncio.open_connection(host, int(port)) for _ in range(100)))
+        for _, writer in ends[-100:]:
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nX: ")
+        await goes_on(pair)
+    for _, writer in ends:
+        writer.close()
