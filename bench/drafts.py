@@ -89,8 +89,8 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def came(self) -> int:
-        """Tokens of steps: those behind the first, and the one that ended the answer."""
-        return len(self.tokens) - 1 + self.ended
+        """Tokens of steps: those behind the first, the one that ended the answer included."""
+        return len(self.tokens) - 1
 
     @property
     def rows(self) -> int:
@@ -164,7 +164,7 @@ class Server:
         return Run(
             text.domain,
             depth,
-            found,
+            [*found, self._eos] if end.reason == "stop" else found,
             end.reason == "stop",
             end.stats["decode_s"] + (opening_s or 0.0),
             end.stats["steps"],
