@@ -16,9 +16,15 @@ from kernels.swiglu import clamped_swiglu
 def decode(slot: Tensor, record: ExpertRecord) -> tuple[Tensor, Tensor]:
     """slot [slot_bytes] uint8 -> w1 | w3 [2n, D] and w2 [D, n], fp32. w1 and w3 lie next to each other."""
     d, n = record.hidden, record.share
+    if record.codec == "bf16":
+        return _bf16(slot, 0, 2 * n, d), _bf16(slot, record.parts[2].offset, d, n)
     w1, _, w2, s1, _, s2 = record.parts
     w13 = fp4_rows(_cut(slot, w1.offset, 2 * n, d // 2), _cut(slot, s1.offset, 2 * n, d // 32))
     return w13, fp4_rows(_cut(slot, w2.offset, d, n // 2), _cut(slot, s2.offset, d, n // 32))
+
+
+def _bf16(slot: Tensor, offset: int, rows: int, columns: int) -> Tensor:
+    return _cut(slot, offset, rows, 2 * columns).view(torch.bfloat16).to(torch.float32)
 
 
 def _cut(slot: Tensor, offset: int, rows: int, row_bytes: int) -> Tensor:

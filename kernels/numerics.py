@@ -38,6 +38,8 @@ NATIVE = Numerics(
     probability=quantise.bf16,
     cache=torch.bfloat16,
 )
+# Of models whose weights are quantised and whose activations are bf16.
+WEIGHTS_ONLY = Numerics(quantise.bf16, _exact, _exact, _exact, _exact, quantise.bf16, torch.bfloat16)
 FP32 = Numerics(_exact, _exact, _exact, _exact, _exact, _exact, torch.float32)
 
 

@@ -1,18 +1,23 @@
-"""The byte image of one rank's share of one MXFP4 expert: what a slot of the arena holds and the kernel reads.
+"""The byte image of one rank's share of one expert: what a slot of the arena holds and the kernel reads.
 
-Six parts, in this order, without gaps; then zeros up to a multiple of 4 KiB. With D hidden, n = intermediate / ranks:
+Its parts stand in this order, without gaps; then zeros up to a multiple of 4 KiB. With D hidden, n = intermediate /
+ranks, an MXFP4 expert is
 
     w1 codes [n, D/2]   w3 codes [n, D/2]   w2 codes [D, n/2]        e2m1, two a byte, low nibble = even input
     w1 scale [n, D/32]  w3 scale [n, D/32]  w2 scale [D, n/32]       UE8M0, value 2^(byte - 127)
+
+and one in bf16 is w1 [n, D], w3 [n, D], w2 [D, n], two bytes a weight.
 
 The intermediate dimension is cut over the ranks: rows of w1 and w3, columns of w2.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 PAGE_BYTES = 4096
 GROUP = 32  # weights that share one scale
+Codec = Literal["mxfp4", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,14 @@ class ExpertRecord:
     hidden: int
     intermediate: int
     ranks: int
+    codec: Codec = "mxfp4"
 
     def __post_init__(self) -> None:
-        if self.hidden % GROUP or self.intermediate % (GROUP * self.ranks):
+        unit = GROUP if self.codec == "mxfp4" else 1
+        if self.hidden % unit or self.intermediate % (unit * self.ranks):
             raise ValueError(
                 f"an expert of {self.hidden} x {self.intermediate} cannot be cut over {self.ranks} ranks: "
-                f"a rank's share must be a multiple of {GROUP} weights"
+                f"a rank's share must be a multiple of {unit} weights"
             )
 
     @property
@@ -49,15 +56,20 @@ class ExpertRecord:
         return self.intermediate // self.ranks
 
     @cached_property
-    def parts(self) -> tuple[Part, Part, Part, Part, Part, Part]:
-        """w1, w3, w2 codes, then w1, w3, w2 scales."""
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, bytes a row) of each part: w1, w3, w2, and then their scales where the codec has some."""
         d, n = self.hidden, self.share
-        shapes = [(n, d // 2), (n, d // 2), (d, n // 2), (n, d // GROUP), (n, d // GROUP), (d, n // GROUP)]
+        if self.codec == "bf16":
+            return (n, 2 * d), (n, 2 * d), (d, 2 * n)
+        return (n, d // 2), (n, d // 2), (d, n // 2), (n, d // GROUP), (n, d // GROUP), (d, n // GROUP)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
         parts, offset = [], 0
-        for rows, row_bytes in shapes:
+        for rows, row_bytes in self.shapes:
             parts.append(Part(offset, rows, row_bytes))
             offset += rows * row_bytes
-        return (parts[0], parts[1], parts[2], parts[3], parts[4], parts[5])
+        return tuple(parts)
 
     @property
     def nbytes(self) -> int:

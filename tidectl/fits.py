@@ -4,7 +4,7 @@ what is wrong with it."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,7 +17,21 @@ MAX_CONFIG_BYTES = 1 << 20
 SCALE_GROUP = 32  # weights that share a scale: a rank's share is whole groups
 
 
-class Dimensions(msgspec.Struct, frozen=True):
+class Dimensions(NamedTuple):
+    """`layers` with routed experts; `shared`: what ranks share, by name, and the unit that is never cut."""
+
+    layers: int
+    experts: int
+    top_k: int
+    positions: int
+    vocabulary: int
+    has_drafter: bool
+    shared: dict[str, tuple[int, int]]
+
+
+class _DeepseekText(msgspec.Struct, frozen=True):
+    """Every layer routes."""
+
     num_hidden_layers: int
     n_routed_experts: int
     num_experts_per_tok: int
@@ -31,11 +45,56 @@ class Dimensions(msgspec.Struct, frozen=True):
     num_nextn_predict_layers: int = 0
 
 
-class _Config(msgspec.Struct, frozen=True):
-    """Every layer of this family routes."""
+class _Deepseek(msgspec.Struct, frozen=True, tag_field="model_type", tag="deepseek_v41"):
+    text_config: _DeepseekText
 
-    model_type: Literal["deepseek_v41"]
-    text_config: Dimensions
+    def dimensions(self) -> Dimensions:
+        t = self.text_config
+        shared = {
+            "num_attention_heads": (t.num_attention_heads, 1),
+            "o_groups": (t.o_groups, 1),
+            "o_groups x o_lora_rank": (t.o_groups * t.o_lora_rank, SCALE_GROUP),
+            "moe_intermediate_size": (t.moe_intermediate_size, SCALE_GROUP),
+            "hidden_size": (t.hidden_size, 1),
+            "vocab_size": (t.vocab_size, 1),
+        }
+        return Dimensions(
+            t.num_hidden_layers,
+            t.n_routed_experts,
+            t.num_experts_per_tok,
+            t.max_position_embeddings,
+            t.vocab_size,
+            t.num_nextn_predict_layers > 0,
+            shared,
+        )
+
+
+class _Glm(msgspec.Struct, frozen=True, tag_field="model_type", tag="glm_moe_dsa"):
+    """The first layers are dense. How the experts are stored, and so what of them is never cut, is not told here."""
+
+    num_hidden_layers: int
+    first_k_dense_replace: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    max_position_embeddings: int
+    num_attention_heads: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    hidden_size: int
+    vocab_size: int
+    num_nextn_predict_layers: int = 0
+
+    def dimensions(self) -> Dimensions:
+        names = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "hidden_size", "vocab_size")
+        return Dimensions(
+            self.num_hidden_layers - self.first_k_dense_replace,
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            self.max_position_embeddings,
+            self.vocab_size,
+            self.num_nextn_predict_layers > 0,
+            {name: (getattr(self, name), 1) for name in names},
+        )
 
 
 class _Fault(NamedTuple):
@@ -68,13 +127,13 @@ def dimensions(checkpoint: Path) -> Dimensions | None:
     """None where no checkpoint of a known family is."""
     try:
         with (checkpoint / "config.json").open("rb") as file:
-            return msgspec.json.decode(file.read(MAX_CONFIG_BYTES), type=_Config).text_config
+            return msgspec.json.decode(file.read(MAX_CONFIG_BYTES), type=_Deepseek | _Glm).dimensions()
     except (OSError, msgspec.MsgspecError):
         return None
 
 
 def _faults(settings: Settings, model: Dimensions) -> Iterator[_Fault]:
-    layers, experts, top_k = model.num_hidden_layers, model.n_routed_experts, model.num_experts_per_tok
+    layers, experts, top_k = model.layers, model.experts, model.top_k
     resident, floor = settings.experts.resident, settings.tide.floor_per_layer
     router = f"the checkpoint has {layers} layers of {experts} experts and picks {top_k} a token"
     if not layers * top_k <= resident <= layers * experts:
@@ -84,11 +143,11 @@ def _faults(settings: Settings, model: Dimensions) -> Iterator[_Fault]:
         most = min(experts, resident // layers)
         message = f"'tide.floor_per_layer' must be 0, or {top_k} to {most} with {resident} residents"
         yield _Fault("tide.floor_per_layer", f"{message}, not {floor}", router)
-    context, longest = settings.cache.context_tokens, model.max_position_embeddings
+    context, longest = settings.cache.context_tokens, model.positions
     if context > longest:
         message = f"'cache.context_tokens' is {context}, but the checkpoint reaches {longest} positions"
         yield _Fault("cache.context_tokens", message, "max_position_embeddings of its config.json")
-    if settings.engine.draft != "off" and not model.num_nextn_predict_layers:
+    if settings.engine.draft != "off" and not model.has_drafter:
         message = f"'engine.draft' is {settings.engine.draft!r}, but the checkpoint has no drafter"
         yield _Fault("engine.draft", message, 'num_nextn_predict_layers of its config.json; "off" needs none')
     if uneven := _uneven(settings.parallel.ranks, model):
@@ -98,16 +157,8 @@ def _faults(settings: Settings, model: Dimensions) -> Iterator[_Fault]:
 
 def _uneven(ranks: int, model: Dimensions) -> list[str]:
     """The dimensions that cannot be cut into equal shares of whole units."""
-    shared = {
-        "num_attention_heads": (model.num_attention_heads, 1),
-        "o_groups": (model.o_groups, 1),
-        "o_groups x o_lora_rank": (model.o_groups * model.o_lora_rank, SCALE_GROUP),
-        "moe_intermediate_size": (model.moe_intermediate_size, SCALE_GROUP),
-        "hidden_size": (model.hidden_size, 1),
-        "vocab_size": (model.vocab_size, 1),
-    }
     return [
         f"{name} {size}" + (f" in shares of {unit}" if unit > 1 else "")
-        for name, (size, unit) in shared.items()
+        for name, (size, unit) in model.shared.items()
         if size % (unit * ranks)
     ]

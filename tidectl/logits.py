@@ -107,12 +107,12 @@ def check_ids(ids: list[int], checkpoint: Path, tokens: Path) -> None:
     model = dimensions(checkpoint)
     if model is None:
         return
-    if len(ids) > model.max_position_embeddings:
-        raise DataError(f"{len(ids)} tokens: the model reaches {model.max_position_embeddings}", where=str(tokens))
+    if len(ids) > model.positions:
+        raise DataError(f"{len(ids)} tokens: the model reaches {model.positions}", where=str(tokens))
     for index, token in enumerate(ids):
-        if token >= model.vocab_size:
+        if token >= model.vocabulary:
             raise DataError(
                 f"element {index} is no token id: {token}",
                 where=str(tokens),
-                hint=f"the model's vocabulary has {model.vocab_size} tokens",
+                hint=f"the model's vocabulary has {model.vocabulary} tokens",
             )

@@ -249,7 +249,7 @@ def _model(profile: Path | None) -> Model:
     found = fits.dimensions(Path(settings.model.path))
     if found is None:
         raise DataError("is no checkpoint of a family that this build knows", where=settings.model.path)
-    shape = RouterShape(found.num_hidden_layers, found.n_routed_experts, found.num_experts_per_tok)
+    shape = RouterShape(found.layers, found.experts, found.top_k)
     return Model(path, settings, checkpoint.identity(), str(checkpoint.config["model_type"]), shape)
 
 

@@ -20,10 +20,13 @@ from tided.models.parallel import Alone
 from tided.settings import Cache, Engine, Experts, Parallel
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "deepseek-v41"
+GLM = GOLDEN.parent / "glm53"
 
 
-def opened(ranks: int = 1, resident: int = 80, numerics: str = "fp32", lanes: int = 2, **engine) -> OpenedModel:
-    settings = settings_of(GOLDEN)
+def opened(
+    ranks: int = 1, resident: int = 80, numerics: str = "fp32", lanes: int = 2, path: Path = GOLDEN, **engine
+) -> OpenedModel:
+    settings = settings_of(path)
     return open_model(
         replace(
             settings,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from msgspec.structs import replace
-from real_pair import GOLDEN, opened
+from real_pair import GLM, GOLDEN, opened
 
 from tided.engine.build import build_rank, draft_depths, open_model, scheduler_limits
 from tided.engine.offline import first_pairs, settings_of, teacher_forced
@@ -106,6 +106,12 @@ def test_a_rank_from_a_pack_computes_the_same_bits_as_one_from_the_checkpoint(tm
         logits.append(teacher_forced(rank.model, ids, 4, 16))
         rank.reads.close()
     assert torch.equal(*logits)
+
+
+def test_only_mxfp4_experts_are_packed(tmp_path):
+    with pytest.raises(DataError, match="a pack holds MXFP4 experts, these are bf16"):
+        pack_checkpoint(GLM, 2, None, tmp_path, lambda done, total: None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_verify_reads_refuses_a_pack_with_a_flipped_byte_at_the_start(tmp_path):

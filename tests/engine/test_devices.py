@@ -3,7 +3,7 @@
 import pytest
 import torch
 from msgspec.structs import replace
-from real_pair import GOLDEN
+from real_pair import GLM, GOLDEN, opened
 
 from tided.engine import devices
 from tided.engine.build import build_rank, open_model
@@ -98,6 +98,21 @@ def test_a_model_without_a_tower_is_refused_with_a_rank_for_it(monkeypatch):
     monkeypatch.setattr(DeepseekV41Family, "vision_bytes", lambda self, config: 0)
     with pytest.raises(ConfigError, match=r"vision\.rank = 0: this model has no vision tower"):
         with_settings(vision=Vision(rank=0))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_layer_behind_the_trunk_is_counted_with_its_experts(ranks):
+    """GLM-5.3."""
+    model = opened(ranks, 64, path=GLM, draft="acceptance")
+    rank = build_rank(model, Part(ranks), first_pairs(model), lambda *_: None)
+    (drafter,) = [need for need in needs(model) if need.what == "drafter"]
+    owned = rank.model.drafter
+    shared = {id(part) for part in (owned.head, owned.rotations, *vars(owned.rotations).values())}
+    parts = {id(part): part for part in tensors(owned, shared | {id(rank.model.pool)})}
+    assert 0 <= sum(part.nbytes for part in parts.values()) - drafter.nbytes < 8192  # norms, routing tables
+    context = next(need for need in needs(model) if need.what == "context")
+    held = rank.model.pool
+    assert context.nbytes == sum(t.nbytes for kind in (held.rows, held.keys) for t in kind.values())
 
 
 class Part:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from kernels.record import ExpertRecord
@@ -17,6 +18,7 @@ from tided.models.parallel import Alone, Group
 from tided.settings import Cache, Experts, Model, Settings
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "deepseek-v41"
+GLM = GOLDEN.parent / "glm53"
 CPU = torch.device("cpu")
 
 
@@ -34,7 +36,7 @@ def cut_record(checkpoint: Checkpoint, names: tuple[str, ...], record: ExpertRec
     for name, part in zip(names, record.parts, strict=True):
         raw = checkpoint.read(name).view(torch.uint8)
         rows, columns = slice(rank * part.rows, (rank + 1) * part.rows), slice(None)
-        if ".w2." in name:
+        if ".w2." in name or ".down_proj." in name:
             rows, columns = slice(None), slice(rank * part.row_bytes, (rank + 1) * part.row_bytes)
         slot[part.offset : part.offset + part.nbytes] = raw[rows, columns].reshape(-1)
     return slot
@@ -45,8 +47,8 @@ def full_bank(
 ) -> ExpertBank:
     """Every expert resident, in slots of no particular order."""
     family = family_of(checkpoint.config)
-    shape, record = family.shape(checkpoint.config), family.expert_record(checkpoint.config, ranks)
-    names = family.expert_names(checkpoint.config)
+    shape, record = family.shape(checkpoint.config), family.expert_record(checkpoint, ranks)
+    names = family.expert_names(checkpoint)
     layers, experts = shape.moe_layers, shape.experts_per_layer
     tables, tap = RoutingTables(layers, experts, device), DemandTap(lanes, layers, experts, device)
     slots = torch.zeros(layers * experts, record.slot_bytes, dtype=torch.uint8)
@@ -70,6 +72,12 @@ def load_model(
     checkpoint = Checkpoint.open(path)
     bank = full_bank(checkpoint, group.ranks, group.rank, device=device)
     return family_of(checkpoint.config).load(checkpoint, config or settings(path, **model), group, bank, device)
+
+
+def drafting_model(path: Path, numerics: str) -> Any:
+    """With its drafter."""
+    base = settings(path, numerics=numerics)
+    return load_model(path, config=replace(base, engine=replace(base.engine, draft="acceptance")))
 
 
 class Threads:

@@ -82,8 +82,8 @@ def test_inventory_of_the_released_checkpoint():
 
 def test_records_of_the_released_experts():
     family = family_of(released_config())
-    assert family.expert_record(released_config(), 1).nbytes == 18_800_640
-    assert family.expert_record(released_config(), 2).share == 1152
+    assert family.expert_record(Checkpoint(Path(), released_config(), ()), 1).nbytes == 18_800_640
+    assert family.expert_record(Checkpoint(Path(), released_config(), ()), 2).share == 1152
     assert family.shape(released_config()).moe_layers == 40
 
 
@@ -161,7 +161,7 @@ def test_an_unknown_family(config):
 
 
 def test_expert_names_follow_the_record():
-    names = family_of(golden_config()).expert_names(golden_config())(3, 7)
+    names = family_of(golden_config()).expert_names(Checkpoint(Path(), golden_config(), ()))(3, 7)
     assert names[0] == "layers.3.ffn.experts.7.w1.weight"
     assert [n.split(".")[-2:] for n in names] == [[w, kind] for kind in ("weight", "scale") for w in ("w1", "w3", "w2")]
 

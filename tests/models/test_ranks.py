@@ -1,8 +1,11 @@
 """The tensor-parallel split: any number of ranks computes what one does."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from packers.shards import Checkpoint
 from tests.models.random_checkpoint import golden_config, write_checkpoint
 from tests.models.rig import GOLDEN, Threads, load_model
 from tided.errors import ConfigError
@@ -42,7 +45,7 @@ def test_two_ranks_with_native_rounding_hold_the_same_bits(prompt):
 def test_ranks_that_cannot_share_an_expert_are_refused():
     config = golden_config()
     with pytest.raises(ConfigError, match=r"64 cannot be cut over 4 ranks.*multiple of 32"):
-        family_of(config).expert_record(config, 4)
+        family_of(config).expert_record(Checkpoint(Path(), config, ()), 4)
 
 
 def test_ranks_that_cannot_share_the_model_are_refused(tmp_path):

@@ -8,24 +8,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.rows import ROWS
-from packers.shards import Checkpoint
-from tests.models.rig import CPU, GOLDEN, load_model
+from tests.models.rig import GLM, GOLDEN, drafting_model
 from tided.cache.context import Context
 from tided.cache.pool import PAGE_TOKENS, physical_rows
-from tided.models.deepseek_v41.load import with_drafter
-from tided.models.deepseek_v41.model import runs
+from tided.models.runs import runs
 
 WINDOW, WRONG = 32, 400
 
 
+FAMILIES = pytest.mark.parametrize("path", [GOLDEN, GLM], ids=["deepseek", "glm"], scope="module")
+
+
 @pytest.fixture(scope="module", params=["native", "fp32"])
-def model(request) -> Any:
-    return with_drafter(load_model(numerics=request.param), Checkpoint.open(GOLDEN), CPU)
+def model(request, path) -> Any:
+    return drafting_model(path, request.param)
 
 
 @pytest.fixture(scope="module")
-def native() -> Any:
-    return with_drafter(load_model(numerics="native"), Checkpoint.open(GOLDEN), CPU)
+def native(path) -> Any:
+    return drafting_model(path, "native")
 
 
 def opened(model, prompts) -> list[Context]:
@@ -44,9 +45,12 @@ def held(model, lane) -> dict[str, torch.Tensor]:
     """Everything that a later token can depend on."""
     found = dict(lane.parts()) | {"position": torch.tensor(lane.position), "pages": torch.tensor(len(lane.pages))}
     for source, rows in model.pool.rows.items():
-        ratio = model.blocks[source].attention.ratio
-        places = physical_rows(lane, ratio, torch.arange(lane.position // ratio))
-        found |= {f"rows.{source}": rows[places], f"keys.{source}": model.pool.keys[source][places]}
+        drafts = source == len(model.blocks)  # that layer's newest row waits for the next token
+        ratio = 1 if drafts else getattr(model.blocks[source].attention, "ratio", 1)
+        places = physical_rows(lane, ratio, torch.arange((lane.position - drafts) // ratio))
+        found[f"rows.{source}"] = rows[places]
+        if source in model.pool.keys:
+            found[f"keys.{source}"] = model.pool.keys[source][places]
     return found
 
 
@@ -58,6 +62,7 @@ def one_by_one(model, lane, tokens) -> torch.Tensor:
     return torch.cat([model.decode([lane], torch.tensor([token])) for token in tokens])
 
 
+@FAMILIES
 @pytest.mark.parametrize("length", [3, WINDOW - 2, WINDOW, 60, 101, PAGE_TOKENS - 3])
 def test_a_block_has_the_bits_of_its_steps(model, prompt, length):
     ids, block = prompt.repeat(2)[:length], [17, 300, 5, 5, 411, 90]
@@ -72,6 +77,7 @@ def test_a_block_has_the_bits_of_its_steps(model, prompt, length):
     closed(model, [lane])
 
 
+@FAMILIES
 def test_lanes_of_different_width_do_not_touch_each_other(model, prompt):
     """A row, five and six in one step; more rows than are computed one by one are cut between lanes."""
     prompts, blocks = [prompt[:40], prompt, prompt[:3], prompt[20:90]], [[9], [8, 7, 6, 5, 4], [1] * 6, [2, 3, 4, 5]]
@@ -100,6 +106,7 @@ def test_runs_are_cut_between_lanes():
     assert list(runs([6])) == [slice(0, 1)]
 
 
+@FAMILIES
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     length=st.sampled_from([2, 5, WINDOW - 3, WINDOW + 1, 64, 101, PAGE_TOKENS - 4, PAGE_TOKENS - 1]),
@@ -126,6 +133,7 @@ def test_whatever_is_accepted_the_lane_is_that_of_an_undrafted_run(native, promp
     closed(native, [drafted, plain])
 
 
+@FAMILIES
 def test_pages_of_rejected_rows_go_back(native, prompt):
     (lane,) = opened(native, [prompt.repeat(2)[: PAGE_TOKENS - 1]])
     free = native.pool.free_tokens

@@ -64,6 +64,29 @@ def test_what_the_checkpoint_cannot_do_is_refused_by_line(
     assert not (state / "logs").exists()
 
 
+GLM = MODEL | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("resident = 8", "resident = 9", "'experts.resident' must be 3 to 8 with this checkpoint, not 9"),
+        ("ranks = 2", "ranks = 5", "intermediate_size 96"),
+        ("_tokens = 64", "_tokens = 65", "'cache.context_tokens' is 65, but the checkpoint reaches 64 positions"),
+    ],
+)
+def test_a_model_whose_first_layers_are_dense(
+    tidectl: Tidectl, profile: Path, tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    """GLM-5.3: its configuration has no parts, and layers without experts hold none."""
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "glm_moe_dsa"} | GLM))
+    assert tidectl("profile", "check", str(profile)).exit_code == 0
+    change(profile, old, new)
+    ran = tidectl("profile", "check", str(profile))
+    assert ran.exit_code == 78
+    assert message in ran.stderr
+
+
 def test_a_config_of_another_family_is_left_to_the_ranks(tidectl: Tidectl, profile: Path, tmp_path: Path) -> None:
     change(profile, "resident = 8", "resident = 5")
     for text in ("{", "[]", json.dumps({"model_type": "other", "text_config": MODEL})):

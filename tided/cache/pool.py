@@ -20,10 +20,11 @@ PAGE_TOKENS = 128
 
 @dataclass(frozen=True)
 class Source:
-    """A layer that writes one compressed row per `ratio` tokens."""
+    """A layer that writes one row per `ratio` tokens; `keyed`: and an index key beside each."""
 
     layer: int
     ratio: int
+    keyed: bool = True
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,11 @@ class Layout:
 
     @property
     def page_bytes(self) -> int:
-        rows = sum(PAGE_TOKENS // source.ratio for source in self.sources)
-        return rows * (self.head_dim + self.index_dim) * self.dtype.itemsize
+        values = sum(
+            PAGE_TOKENS // source.ratio * (self.head_dim + (self.index_dim if source.keyed else 0))
+            for source in self.sources
+        )
+        return values * self.dtype.itemsize
 
 
 class Pool:
@@ -48,12 +52,13 @@ class Pool:
         """Raises UnavailableError when the device has not the memory."""
         self.pages = -(-pool_tokens // PAGE_TOKENS)
 
-        def zeros(columns: int) -> dict[int, Tensor]:
-            counts = {source.layer: self.pages * (PAGE_TOKENS // source.ratio) for source in layout.sources}
+        def zeros(columns: int, sources: Iterable[Source]) -> dict[int, Tensor]:
+            counts = {source.layer: self.pages * (PAGE_TOKENS // source.ratio) for source in sources}
             return {n: torch.zeros(rows, columns, dtype=layout.dtype, device=device) for n, rows in counts.items()}
 
         try:
-            self.rows, self.keys = zeros(layout.head_dim), zeros(layout.index_dim)
+            self.rows = zeros(layout.head_dim, layout.sources)
+            self.keys = zeros(layout.index_dim, (source for source in layout.sources if source.keyed))
         except (RuntimeError, MemoryError) as e:  # torch has no type of its own for this on a CPU
             raise UnavailableError(
                 f"no memory for a context pool of {pool_tokens} tokens: {self.pages * layout.page_bytes / 1e9:,.1f} GB",

@@ -82,7 +82,7 @@ def open_model(settings: Settings) -> OpenedModel:
     check_context(settings, shape)
     if settings.vision.rank >= 0 and not family.vision_bytes(checkpoint.config):
         raise ConfigError(f"vision.rank = {settings.vision.rank}: this model has no vision tower", hint="set it to -1")
-    record = family.expert_record(checkpoint.config, settings.parallel.ranks)
+    record = family.expert_record(checkpoint, settings.parallel.ranks)
     return OpenedModel(settings, checkpoint, family, shape, record)
 
 
@@ -159,7 +159,7 @@ def open_source(opened: OpenedModel, rank: int) -> CheckpointSource | PackSource
     if experts.source == "pack":
         expected = pack_header(checkpoint, opened.family, rank, opened.record.ranks)
         return PackSource(Path(experts.pack_dir), expected, experts.verify_reads)
-    return CheckpointSource(checkpoint, opened.family.expert_names(checkpoint.config), opened.record, rank)
+    return CheckpointSource(checkpoint, opened.family.expert_names(checkpoint), opened.record, rank)
 
 
 def open_caching(opened: OpenedModel, model: Model, folder: Path | None) -> Caching:

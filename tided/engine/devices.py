@@ -60,7 +60,7 @@ def needs(opened: "OpenedModel", rank: int) -> list[Need]:
         Need("experts", "experts.resident", slots * opened.record.slot_bytes),
         Need("context", "cache.pool_tokens", context),
     ]
-    if drafter := opened.family.drafter_bytes(opened.checkpoint.config, settings):
+    if drafter := opened.family.drafter_bytes(opened.checkpoint, settings):
         found.append(Need("drafter", "engine.draft", drafter))
     if rank == settings.vision.rank:
         found.append(Need("vision tower", "vision.rank", opened.family.vision_bytes(opened.checkpoint.config)))

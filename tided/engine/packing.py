@@ -10,7 +10,7 @@ from kernels.record import ExpertRecord
 from packers.mxfp4 import Header, Progress, cut, header_of
 from packers.pack import ReadRecords, pack
 from packers.shards import Checkpoint
-from tided.errors import UsageError
+from tided.errors import DataError, UsageError
 from tided.experts.source import CheckpointSource, ExpertSource
 from tided.models.families import Family, family_of
 
@@ -26,8 +26,8 @@ def pack_checkpoint(path: Path, ranks: int, rank: int | None, directory: Path, p
     family = family_of(checkpoint.config)
     header = pack_header(checkpoint, family, 0, ranks)
     headers = [replace(header, rank=r) for r in (range(ranks) if rank is None else [rank])]
-    whole = family.expert_record(checkpoint.config, 1 if rank is None else ranks)
-    source = CheckpointSource(checkpoint, family.expert_names(checkpoint.config), whole, rank or 0)
+    whole = family.expert_record(checkpoint, 1 if rank is None else ranks)
+    source = CheckpointSource(checkpoint, family.expert_names(checkpoint), whole, rank or 0)
     try:
         return pack(directory, headers, _reader(source, whole, headers), progress)
     finally:
@@ -36,7 +36,13 @@ def pack_checkpoint(path: Path, ranks: int, rank: int | None, directory: Path, p
 
 def pack_header(checkpoint: Checkpoint, family: Family, rank: int, ranks: int) -> Header:
     """What the pack of this rank must say of itself."""
-    shape, record = family.shape(checkpoint.config), family.expert_record(checkpoint.config, ranks)
+    shape, record = family.shape(checkpoint.config), family.expert_record(checkpoint, ranks)
+    if record.codec != "mxfp4":
+        raise DataError(
+            f"a pack holds MXFP4 experts, these are {record.codec}",
+            where=str(checkpoint.path),
+            hint='serve it as it is: source = "checkpoint" in [experts]',
+        )
     return header_of(checkpoint.identity(), record, rank, shape.moe_layers, shape.experts_per_layer)
 
 

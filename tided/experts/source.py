@@ -3,14 +3,14 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from kernels.record import GROUP, ExpertRecord, Part
+from kernels.record import ExpertRecord, Part
 from packers.shards import Checkpoint, TensorInfo
 from tided.errors import TensorError
 from tided.experts.files import RangeFile, Staging, span_bytes
@@ -63,6 +63,7 @@ class CheckpointSource:
         if not 0 <= rank < record.ranks:
             raise ValueError(f"rank {rank} of {record.ranks}")
         self.record, self.rank = record, rank
+        self._whole = replace(record, ranks=1)
         self._checkpoint, self._names = checkpoint, names
         self._files: dict[Path, RangeFile] = {}
         self._staging = Staging()
@@ -93,7 +94,7 @@ class CheckpointSource:
 
     def _cuts(self, layer: int, expert: int) -> list[_Cut]:
         names = self._names(layer, expert)
-        parts = zip(self.record.parts, _whole_shapes(self.record), names, strict=True)
+        parts = zip(self.record.parts, self._whole.shapes, names, strict=True)
         return [self._cut(index, part, shape, name) for index, (part, shape, name) in enumerate(parts)]
 
     def _cut(self, index: int, part: Part, shape: tuple[int, int], name: str) -> _Cut:
@@ -131,19 +132,14 @@ class CheckpointSource:
 W2 = 2  # parts 2 and 5 of a record; cut by columns, so a rank reads all of it
 
 
-def _whole_shapes(record: ExpertRecord) -> list[tuple[int, int]]:
-    """[rows, bytes a row] of the six tensors in the checkpoint, uncut."""
-    d, i = record.hidden, record.intermediate
-    return [(i, d // 2), (i, d // 2), (d, i // 2), (i, d // GROUP), (i, d // GROUP), (d, i // GROUP)]
-
-
 def _byte_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> TensorInfo:
     info = checkpoint.tensors.get(name)
     if info is None:
         raise TensorError(f"tensor {name} is missing", where=str(checkpoint.path))
-    if info.shape != shape or info.nbytes != shape[0] * shape[1]:
+    if info.shape[:1] != shape[:1] or info.nbytes != shape[0] * shape[1]:
         raise TensorError(
-            f"tensor {name} is {info.dtype} {list(info.shape)}, an expert here needs {list(shape)} of one byte",
+            f"tensor {name} is {info.dtype} {list(info.shape)}, an expert here needs {shape[0]} rows of {shape[1]} "
+            "bytes",
             where=f"{info.path}:{info.offset}",
         )
     return info

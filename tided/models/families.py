@@ -11,6 +11,7 @@ from tided.errors import DataError
 from tided.experts.bank import ExpertBank
 from tided.models.base import Model, ModelShape
 from tided.models.deepseek_v41.family import DeepseekV41Family
+from tided.models.glm53.family import Glm53Family
 from tided.models.parallel import Group
 from tided.settings import Settings
 
@@ -22,19 +23,19 @@ class Family(Protocol):
 
     def shape(self, config: dict[str, Any]) -> ModelShape: ...
 
-    def expert_record(self, config: dict[str, Any], ranks: int) -> ExpertRecord:
-        """Raises ConfigError when `ranks` cannot share an expert."""
+    def expert_record(self, checkpoint: Checkpoint, ranks: int) -> ExpertRecord:
+        """As the experts are stored. Raises ConfigError when `ranks` cannot share one."""
         ...
 
-    def expert_names(self, config: dict[str, Any]) -> Callable[[int, int], tuple[str, ...]]:
-        """(MoE layer, expert) -> the six tensor names in the order of a record's parts."""
+    def expert_names(self, checkpoint: Checkpoint) -> Callable[[int, int], tuple[str, ...]]:
+        """(MoE layer, expert) -> the tensor names in the order of a record's parts."""
         ...
 
     def context_bytes(self, config: dict[str, Any], settings: Settings) -> int:
         """Memory of the pool of contexts on one rank."""
         ...
 
-    def drafter_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+    def drafter_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
         """Memory of the drafter on one rank, its experts included; 0 where `engine.draft` asks for none. Raises
         ConfigError where it asks for one that the checkpoint does not have."""
         ...
@@ -50,7 +51,7 @@ class Family(Protocol):
         ...
 
 
-_FAMILIES: dict[str, Family] = {family.name: family for family in (DeepseekV41Family(),)}
+_FAMILIES: dict[str, Family] = {family.name: family for family in (DeepseekV41Family(), Glm53Family())}
 
 
 def family_of(config: dict[str, Any]) -> Family:

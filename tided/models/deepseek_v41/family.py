@@ -24,15 +24,15 @@ class DeepseekV41Family:
     def shape(self, config: dict[str, Any]) -> Shape:
         return load.shape_of(read_config(config))
 
-    def expert_record(self, config: dict[str, Any], ranks: int) -> ExpertRecord:
-        t = read_config(config).text_config
+    def expert_record(self, checkpoint: Checkpoint, ranks: int) -> ExpertRecord:
+        t = read_config(checkpoint.config).text_config
         try:
             return ExpertRecord(t.hidden_size, t.moe_intermediate_size, ranks)
         except ValueError as e:
             raise ConfigError(str(e), hint="choose fewer ranks") from e
 
-    def expert_names(self, config: dict[str, Any]) -> Callable[[int, int], tuple[str, ...]]:
-        read_config(config)
+    def expert_names(self, checkpoint: Checkpoint) -> Callable[[int, int], tuple[str, ...]]:
+        read_config(checkpoint.config)
         return routed_expert_names()
 
     def context_bytes(self, config: dict[str, Any], settings: Settings) -> int:
@@ -41,8 +41,8 @@ class DeepseekV41Family:
     def vision_bytes(self, config: dict[str, Any]) -> int:
         return tower_bytes(read_config(config))
 
-    def drafter_bytes(self, config: dict[str, Any], settings: Settings) -> int:
-        return 0 if settings.engine.draft == "off" else load.draft_bytes(read_config(config), settings)
+    def drafter_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
+        return 0 if settings.engine.draft == "off" else load.draft_bytes(read_config(checkpoint.config), settings)
 
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device

@@ -1,6 +1,6 @@
 """The text path of DeepSeek-V4.1: prompt chunks and decode rows over paged context."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from kernels import head, hyper
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
-from kernels.rows import ROWS
 from tided.cache.context import Context, ContextShape
 from tided.cache.pool import PAGE_TOKENS, Pool
 from tided.errors import ConfigError, ContextOverflowError
@@ -23,6 +22,7 @@ from tided.models.deepseek_v41.engram import Engrams
 from tided.models.deepseek_v41.step import Pass, Rotations
 from tided.models.deepseek_v41.vision import Vision
 from tided.models.parallel import Group
+from tided.models.runs import runs
 
 
 @dataclass(frozen=True)
@@ -227,17 +227,6 @@ class DeepseekV41:
         for lane, tokens in zip(lanes, counts, strict=True):
             if lane.position + tokens > self.context_tokens:
                 raise ContextOverflowError(self.context_tokens, lane.position, tokens)
-
-
-def runs(counts: Sequence[int]) -> Iterator[slice]:
-    """Consecutive lanes that have ROWS rows together, or a lane that alone has more."""
-    first, rows = 0, 0
-    for i, count in enumerate(counts):
-        if i > first and rows + count > ROWS:
-            yield slice(first, i)
-            first, rows = i, 0
-        rows += count
-    yield slice(first, len(counts))
 
 
 def _context(lane: LaneState) -> Context:

@@ -1,0 +1,165 @@
+"""Releases of GLM-5.3 that store their linear layers differently, and checkpoints that are none."""
+
+import json
+import math
+
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+
+from kernels.record import ExpertRecord
+from packers.shards import Checkpoint
+from tests.models.glm53_checkpoint import fp8, mxfp4, packed_mxfp4, padded, trellis, with_config, write
+from tests.models.rig import GLM, Threads, load_model, settings
+from tided.errors import ConfigError, DataError, TensorError
+from tided.models.families import family_of
+from tided.models.glm53.config import read_config
+from tided.models.glm53.load import context_bytes
+from tided.models.glm53.names import experts_of, linears, plain_tensors
+
+LAYOUTS = {
+    "experts in MXFP4": {".experts.": mxfp4},
+    "attention in FP8, all else in MXFP4": {"self_attn": fp8("weight_scale"), "mlp": mxfp4},
+    "packed": {"mlp": packed_mxfp4, "self_attn": packed_mxfp4},
+    "FP8 as released, but for the experts": {".experts.": mxfp4, "": fp8("weight_scale_inv")},
+}
+
+
+def answers(path, ranks=1):
+    """-> logits of a prompt in chunks and of two steps behind it."""
+    tokens = load_file(GLM / "golden_main.safetensors")["tokens"].long()
+
+    def served(group):
+        model = load_model(path, group, numerics="fp32")
+        lane = model.open_lane(0)
+        parts = [model.prefill(lane, part, "all") for part in tokens[:100].split(64)]
+        return torch.cat([*parts, *(model.decode([lane], token.view(1)) for token in tokens[100:102])])
+
+    return Threads(ranks).run(served)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_means_its_numbers(tmp_path, name):
+    stored, meant = write(tmp_path, LAYOUTS[name])
+    found = answers(stored)
+    assert torch.equal(found, answers(meant))
+    assert not torch.equal(found, answers(GLM)), "quantising changes something"
+    torch.testing.assert_close(answers(stored, ranks=2), found, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trellises_and_what_stands_padded_beside_them(tmp_path, ranks):
+    """Down projections and outputs of attention have 256 inputs here: two ranks cut between two blocks."""
+    layouts = {"o_proj": trellis, "layers.0.mlp.down_proj": trellis, ".experts.": mxfp4, "_a_proj": padded}
+    stored, meant = write(tmp_path, layouts | {"kv_b_proj": padded})
+    torch.testing.assert_close(answers(stored, ranks), answers(meant, ranks), rtol=0, atol=2e-4)
+
+
+def test_a_release_in_fp8_alone_says_what_is_served(tmp_path):
+    stored, _ = write(tmp_path, {"": fp8("weight_scale_inv")})
+    checkpoint = Checkpoint.open(stored)
+    with pytest.raises(DataError, match="routed experts in FP8 are not served"):
+        family_of(checkpoint.config).expert_record(checkpoint, 2)
+
+
+def test_a_rank_must_get_whole_groups(tmp_path):
+    """64 weights of an expert's inner dimension are two groups of 32."""
+    stored, _ = write(tmp_path, {".experts.": mxfp4})
+    checkpoint = Checkpoint.open(stored)
+    assert family_of(checkpoint.config).expert_record(checkpoint, 2).share == 32
+    with pytest.raises(ConfigError, match="cannot be cut over 4 ranks"):
+        family_of(checkpoint.config).expert_record(checkpoint, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not sigmoid"),
+        ({"n_group": 8, "topk_group": 4}, "n_group and topk_group must be 1"),
+        ({"indexer_types": ["shared"] * 6}, "the first layer must choose for itself"),
+        ({"indexer_types": ["full"] * 5}, "indexer_types must say full or shared of every layer"),
+        ({"rope_parameters": {"rope_theta": 8e6, "rope_type": "yarn"}}, "rope_type 'yarn' is not default"),
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok exceeds n_routed_experts"),
+        ({"first_k_dense_replace": 6}, "no layer has experts"),
+        ({"index_topk": 0}, "index_topk must be at least 1"),
+        ({"eos_token_id": [512]}, "a token is not in the vocabulary"),
+        ({"kv_lora_rank": "64"}, "kv_lora_rank"),
+    ],
+)
+def test_a_configuration_that_is_not_computed_is_refused(change, said):
+    config = json.loads((GLM / "config.json").read_text("utf-8"))
+    with pytest.raises(DataError, match=said):
+        read_config(config | change)
+
+
+def test_missing_and_extra_tensors_are_named(tmp_path):
+    path = with_config(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.3.mlp.gate.e_score_correction_bias"]
+    tensors["model.layers.3.self_attn.indexer.wk.weight"] = torch.zeros(32, 128, dtype=torch.bfloat16)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(TensorError) as failed:
+        load_model(path)
+    assert "1 missing: model.layers.3.mlp.gate.e_score_correction_bias" in str(failed.value)
+    assert "1 not known to this model: model.layers.3.self_attn.indexer.wk.weight" in str(failed.value)
+
+
+# The released model, by its published sizes.
+RELEASED = {
+    "hidden_size": 6144,
+    "num_hidden_layers": 78,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 154880,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 64,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "indexer_types": None,
+    "max_position_embeddings": 1048576,
+    "eos_token_id": [154820, 154827, 154829],
+    "pad_token_id": 154820,
+}
+
+
+@pytest.fixture(scope="module")
+def released():
+    return read_config(json.loads((GLM / "config.json").read_text("utf-8")) | RELEASED)
+
+
+def test_the_released_model_has_its_published_parameters(released):
+    """753,329,921,024 with the layer behind the trunk; the router's correction is not counted."""
+    c = released
+    plain = sum(math.prod(spec.shape) for spec in plain_tensors(c).values() if spec.dtype != "F32")
+    dense = sum(rows * columns for rows, columns in linears(c).values())
+    routed = sum(rows * columns for rows, columns in experts_of(c, 3).values()) * (c.moe_layers + 1)
+    assert plain + dense + routed == 753_329_921_024
+
+
+def test_the_released_model_chooses_in_its_published_layers(released):
+    chosen = [layer for layer in range(79) if released.selects(layer)]
+    assert chosen == [0, 1, *range(2, 75, 4), 78]
+
+
+def test_a_released_expert_is_a_whole_number_of_pages(released):
+    record = ExpertRecord(released.hidden_size, released.moe_intermediate_size, 1)
+    assert record.nbytes == record.slot_bytes == 20_054_016
+
+
+def test_a_token_of_the_released_model_leaves_its_published_bytes(released):
+    """95,232 in bf16 without the drafter's layer, 96,640 with it."""
+    settings_of = settings(pool_tokens=128, context_tokens=128)
+    drafting = replace(settings_of, engine=replace(settings_of.engine, draft="acceptance"))
+    plain = replace(settings_of, engine=replace(settings_of.engine, draft="off"))
+    assert context_bytes(released, plain) == 128 * 95_232
+    assert context_bytes(released, drafting) == 128 * 96_640

@@ -1,0 +1,133 @@
+"""Multi-head latent attention in its absorbed form: this rank's heads over the rows of the selected tokens.
+
+A token leaves one row in a layer, its normalised latent and a rotated key that all heads share; a query is brought into
+the latent's space by the key half of kv_b, and what it gathers is brought out by the value half."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.attention import latent_attention
+from kernels.norm import rms_norm
+from kernels.numerics import Numerics
+from kernels.rope import rotate_
+from kernels.rows import by_row, matmul
+from tided.cache.pool import Pool
+from tided.models.glm53.config import Config
+from tided.models.glm53.indexer import Indexer, load_indexer
+from tided.models.glm53.step import Pass, Span
+from tided.models.glm53.weights import Weights
+
+LATENT_NORM_EPS = 1e-6  # of the two latents, as the reference has it; serving engines use the configuration's 1e-5
+_ROW_ELEMENTS = 1 << 22  # bounds the [queries, rows, row_dim] gather of a prompt chunk
+
+
+@dataclass(frozen=True)
+class Attention:
+    layer: int
+    nope_dim: int
+    latent_dim: int
+    scale: float
+    q_a: Tensor
+    q_norm: Tensor
+    q_b: Tensor  # this rank's heads
+    kv_a: Tensor
+    kv_norm: Tensor
+    key_up: Tensor  # [H, nope, c], this rank's heads
+    value_up: Tensor  # [H, v, c]
+    o: Tensor  # [D, H * v]
+    no_sink: Tensor  # [H]: minus infinity
+    indexer: Indexer | None
+    pool: Pool
+    numerics: Numerics
+
+    def forward(self, step: Pass, x: Tensor) -> Tensor:
+        """x [T, D] -> [T, D] fp32: the part of this rank's heads, to be summed over the ranks and then rounded."""
+        q_latent, query = self.queries(step, x)
+        self.pool.rows[self.layer][step.places] = self.row(step, x).to(self.numerics.cache)
+        if self.indexer is not None:
+            self.indexer.select(step, x, q_latent)
+        return self.output(torch.cat([self._attend(span, query[span.rows]) for span in step.spans]))
+
+    def queries(self, step: Pass, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> the latent [T, q rank], which the indexer asks with too, and [T, H, c + r]: every head's query in
+        the space of the rows."""
+        n = self.numerics
+        q_latent = n.store(rms_norm(n.store(matmul(x, self.q_a)), self.q_norm, LATENT_NORM_EPS))
+        query = n.store(matmul(q_latent, self.q_b)).view(len(x), len(self.key_up), -1)
+        turned = n.store(rotate_(query[..., self.nope_dim :].contiguous(), step.turn))
+        absorbed = n.store(by_row(self._absorbed, query[..., : self.nope_dim].contiguous()))
+        return q_latent, torch.cat([absorbed, turned], -1)
+
+    def output(self, gathered: Tensor) -> Tensor:
+        """gathered [T, H, c + r], of which the last r mean nothing -> [T, D], this rank's part."""
+        n = self.numerics
+        heads = n.store(by_row(self._unfolded, n.store(gathered[..., : self.latent_dim]).contiguous()))
+        return matmul(heads.flatten(1), self.o)
+
+    def row(self, step: Pass, x: Tensor) -> Tensor:
+        """x [T, D] -> [T, c + r]: what the tokens leave in this layer."""
+        n = self.numerics
+        joint = n.store(matmul(x, self.kv_a))
+        latent = n.store(rms_norm(joint[:, : self.latent_dim].contiguous(), self.kv_norm, LATENT_NORM_EPS))
+        return torch.cat([latent, n.store(rotate_(joint[:, self.latent_dim :].contiguous(), step.turn))], -1)
+
+    def _absorbed(self, query: Tensor) -> Tensor:
+        """query [T, H, nope] -> [T, H, c]"""
+        return torch.bmm(query.transpose(0, 1), self.key_up).transpose(0, 1)
+
+    def _unfolded(self, gathered: Tensor) -> Tensor:
+        """gathered [T, H, c] -> [T, H, v]"""
+        return torch.bmm(gathered.transpose(0, 1), self.value_up.transpose(1, 2)).transpose(0, 1)
+
+    def _attend(self, span: Span, query: Tensor) -> Tensor:
+        """query [T, H, c + r] of one lane -> [T, H, c + r], of which the last r mean nothing."""
+        chosen, held = span.selection, self.pool.rows[self.layer]
+        assert chosen is not None, "the first layer chooses"
+        if span.count == 1:
+            places = chosen.places[0] if chosen.valid is None else chosen.places[0][chosen.valid[0]]
+            return self.softmax(query, held.index_select(0, places).to(torch.float32).unsqueeze(0), None)
+        shared = held[chosen.places[0]].to(torch.float32) if len(chosen.places) == 1 else None
+        block = max(1, _ROW_ELEMENTS // (chosen.places.shape[1] * query.shape[2]))
+        parts = []
+        for i in range(0, span.count, block):
+            cut = slice(i, i + block)
+            if shared is None:
+                rows = held[chosen.places[cut]].to(torch.float32)
+            else:
+                rows = shared.expand(len(query[cut]), -1, -1)
+            parts.append(self.softmax(query[cut], rows, None if chosen.valid is None else chosen.valid[cut]))
+        return torch.cat(parts)
+
+    def softmax(self, query: Tensor, rows: Tensor, valid: Tensor | None) -> Tensor:
+        return latent_attention(query, rows, valid, self.no_sink, self.scale, self.numerics.probability)
+
+
+def load_attention(weights: Weights, c: Config, layer: int, pool: Pool, numerics: Numerics) -> Attention:
+    """`weights` at `model.layers.L.self_attn`. Heads are cut over the ranks."""
+    heads = weights.cut(c.num_attention_heads)
+    both = c.qk_nope_head_dim + c.v_head_dim
+    up = weights.linear("kv_b_proj", rows=_of(heads, both)).view(-1, both, c.kv_lora_rank)
+    return Attention(
+        layer,
+        c.qk_nope_head_dim,
+        c.kv_lora_rank,
+        c.query_dim**-0.5,
+        q_a=weights.linear("q_a_proj"),
+        q_norm=weights.plain("q_a_layernorm.weight"),
+        q_b=weights.linear("q_b_proj", rows=_of(heads, c.query_dim)),
+        kv_a=weights.linear("kv_a_proj_with_mqa"),
+        kv_norm=weights.plain("kv_a_layernorm.weight"),
+        key_up=up[:, : c.qk_nope_head_dim].contiguous(),
+        value_up=up[:, c.qk_nope_head_dim :].contiguous(),
+        o=weights.linear("o_proj", columns=_of(heads, c.v_head_dim)),
+        no_sink=up.new_full((heads.stop - heads.start,), -torch.inf),
+        indexer=load_indexer(weights.under("indexer"), c, layer, pool, numerics) if c.selects(layer) else None,
+        pool=pool,
+        numerics=numerics,
+    )
+
+
+def _of(heads: slice, width: int) -> slice:
+    return slice(heads.start * width, heads.stop * width)

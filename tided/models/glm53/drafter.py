@@ -1,0 +1,204 @@
+"""The layer behind the trunk (MTP) as a drafter: from a token and the trunk's state before it, the token after it, and
+from its own state the next ones.
+
+    watch      the rows of a pass: what each token and the state before it leave in the drafter's own cache
+    propose    an anchor that is drawn and not computed yet -> the tokens that may follow it, one after the other
+
+Row j of its cache comes from token j + 1 and the trunk's state of token j, after the trunk's last norm. So the newest
+state waits for its token: it stands in the ring of the `Context`, with those of a block that may be taken back. What a
+proposal computes stays outside the pool; it is computed anew from true states once the tokens have come.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import head
+from kernels.indexer import best, index_scores
+from kernels.norm import rms_norm
+from kernels.numerics import Numerics
+from kernels.rows import matmul
+from tided.cache.context import Context
+from tided.cache.pool import Pool, physical_rows
+from tided.experts.bank import ExpertBank
+from tided.models.base import Choose, Draft
+from tided.models.glm53.block import Block, load_block
+from tided.models.glm53.config import Config
+from tided.models.glm53.step import Pass, Rotations
+from tided.models.glm53.weights import Weights
+from tided.models.parallel import Group
+
+STATES = 16  # of the trunk that a context remembers: a verified block and one before it
+LONGEST = 7  # tokens of a chain
+
+
+@dataclass
+class _Chain:
+    """What a lane's proposal has computed so far: rows [k, c + r], keys [k, index dim]; `chosen`: cache rows that its
+    first step attended to."""
+
+    lane: Context
+    rows: Tensor
+    keys: Tensor
+    chosen: Tensor | None = None
+
+    @property
+    def cached(self) -> int:
+        """Rows of the cache: one fewer than tokens are computed."""
+        return self.lane.position - 1
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """One rank's part. `embed` gives rows [T, D] of token ids [T], `head` is this rank's rows of the output head; both
+    are the trunk's."""
+
+    size: int
+    shares_choice: bool  # later tokens of a chain attend to what the first one chose, and to the chain itself
+    token_norm: Tensor
+    state_norm: Tensor
+    joint: Tensor  # [D, 2 D]: token half, state half
+    block: Block
+    norm: Tensor
+    eps: float
+    embed: Callable[[Tensor], Tensor]
+    head: Tensor  # [V / ranks, D]
+    rotations: Rotations
+    group: Group
+    numerics: Numerics
+
+    @torch.inference_mode()
+    def watch(self, step: Pass, token_ids: Tensor, states: Tensor) -> None:
+        """token_ids [T], states [T, D] after the last norm, of the rows of a pass. Called before the lanes move on."""
+        parts, tokens, before = [], [], []
+        for span in step.spans:
+            own = states[span.rows]
+            skipped = int(span.start == 0)  # nothing stands before the first token
+            if span.count > skipped:
+                parts.append((span.lane, span.start - 1 + skipped, span.count - skipped))
+                tokens.append(token_ids[span.rows][skipped:])
+                before.append(own[:-1] if skipped else torch.cat([_state(span.lane, span.start - 1), own[:-1]]))
+            _remember(span.lane, span.start, own)
+        if parts:
+            self._cache(self.rotations.of(parts), self._joined(torch.cat(tokens), torch.cat(before)))
+
+    def _cache(self, step: Pass, x: Tensor) -> None:
+        attention = self.block.attention
+        assert attention.indexer is not None, "this layer chooses for itself"
+        normed = self._input(x)
+        attention.pool.rows[attention.layer][step.places] = attention.row(step, normed).to(self.numerics.cache)
+        attention.pool.keys[attention.layer][step.places] = attention.indexer.keys(step, normed).to(self.numerics.cache)
+
+    @torch.inference_mode()
+    def propose(self, lanes: list[Context], anchors: Tensor, choose: Choose) -> Draft:
+        """anchors [R] int64: the token of each lane that comes after its context."""
+        attention = self.block.attention
+        held, layer, none = attention.pool, self.block.layer, attention.key_up.new_empty
+        widths = held.rows[layer].shape[1], held.keys[layer].shape[1]
+        chains = [_Chain(lane, none(0, widths[0]), none(0, widths[1])) for lane in lanes]
+        states = torch.cat([_state(lane, lane.position - 1) for lane in lanes])
+        ids, logits, sure, token = [], [], [], anchors
+        certain = torch.zeros(len(lanes), device=states.device)
+        for place in range(self.size):
+            states = self._step(chains, place, self._joined(token, states))
+            logits.append(self.group.concat(head.logits(states, self.head)))
+            token = choose(place, logits[-1])
+            certain = certain + torch.log_softmax(logits[-1], 1).gather(1, token.unsqueeze(1)).squeeze(1)
+            ids.append(token)
+            sure.append(certain)
+        return Draft(torch.stack(ids, 1), torch.stack(logits, 1), torch.stack(sure, 1))
+
+    def _step(self, chains: Sequence[_Chain], place: int, x: Tensor) -> Tensor:
+        """x [R, D], a row of each lane -> the layer's normed output [R, D]."""
+        n, block, attention = self.numerics, self.block, self.block.attention
+        step = self.rotations.ahead([(chain.lane, chain.cached + place) for chain in chains])
+        normed = self._input(x)
+        q_latent, query = attention.queries(step, normed)
+        self._extend(chains, step, normed, q_latent)
+        gathered = [attention.softmax(query[i : i + 1], self._rows(chain), None) for i, chain in enumerate(chains)]
+        x = n.store(x + n.store(self.group.sum(attention.output(torch.cat(gathered)))))
+        normed = n.store(rms_norm(x, block.mlp_norm, block.eps))
+        x = n.store(x + n.store(self.group.sum(block.mlp.forward(step, normed))))
+        return n.store(rms_norm(x, self.norm, self.eps))
+
+    def _extend(self, chains: Sequence[_Chain], step: Pass, x: Tensor, q_latent: Tensor) -> None:
+        """Adds the new row of every lane, and chooses what it attends to."""
+        attention, indexer = self.block.attention, self.block.attention.indexer
+        assert indexer is not None, "this layer chooses for itself"
+        rows, keys = attention.row(step, x), indexer.keys(step, x)
+        query: Tensor | None = None
+        for i, chain in enumerate(chains):
+            chain.rows = torch.cat([chain.rows, rows[i : i + 1]])
+            chain.keys = torch.cat([chain.keys, keys[i : i + 1]])
+            if self.shares_choice and chain.chosen is not None:
+                continue
+            if chain.cached + len(chain.keys) <= indexer.top_k:
+                chain.chosen = torch.arange(chain.cached + len(chain.keys), device=x.device)
+                continue
+            if query is None:
+                query, weight = indexer.query(step, x, q_latent)
+            old = indexer.scores(chain.lane, chain.cached, query[i : i + 1], weight[i : i + 1])
+            new = index_scores(query[i : i + 1], weight[i : i + 1], chain.keys)
+            numbers, _ = best(torch.cat([old, new], 1), indexer.top_k)
+            chain.chosen = numbers[0]
+
+    def _rows(self, chain: _Chain) -> Tensor:
+        """[1, K, c + r]: chosen rows of the cache; of the chain those chosen, or all where a choice is shared."""
+        assert chain.chosen is not None, "it was just extended"
+        cached, own = chain.chosen[chain.chosen < chain.cached], chain.chosen[chain.chosen >= chain.cached]
+        held = self.block.attention.pool.rows[self.block.layer]
+        old = held.index_select(0, physical_rows(chain.lane, 1, cached)).to(torch.float32)
+        return torch.cat([old, chain.rows if self.shares_choice else chain.rows[own - chain.cached]]).unsqueeze(0)
+
+    def _joined(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        """token_ids [T], states [T, D] of the tokens before -> the layer's input [T, D]."""
+        n = self.numerics
+        token = n.store(rms_norm(self.embed(token_ids), self.token_norm, self.eps))
+        return n.store(matmul(torch.cat([token, n.store(rms_norm(states, self.state_norm, self.eps))], 1), self.joint))
+
+    def _input(self, x: Tensor) -> Tensor:
+        return self.numerics.store(rms_norm(x, self.block.input_norm, self.block.eps))
+
+
+def _state(lane: Context, position: int) -> Tensor:
+    """[1, D]"""
+    return lane.windows[0, position % STATES].to(torch.float32).unsqueeze(0)
+
+
+def _remember(lane: Context, start: int, states: Tensor) -> None:
+    kept = states[-STATES:]
+    end = start + len(states)
+    places = torch.arange(end - len(kept), end, device=states.device) % STATES
+    lane.windows[0][places] = kept.to(lane.windows.dtype)
+
+
+def load_drafter(
+    weights: Weights,
+    c: Config,
+    pool: Pool,
+    bank: ExpertBank,
+    rotations: Rotations,
+    numerics: Numerics,
+    embed: Callable[[Tensor], Tensor],
+    output_head: Tensor,
+) -> Drafter:
+    """`weights` at the root; `bank` holds this layer's experts as its layer 0."""
+    layer = c.num_hidden_layers
+    at = weights.under(f"model.layers.{layer}")
+    return Drafter(
+        LONGEST,
+        c.index_share_for_mtp_iteration,
+        token_norm=at.plain("enorm.weight"),
+        state_norm=at.plain("hnorm.weight"),
+        joint=at.linear("eh_proj"),
+        block=load_block(weights, c, layer, pool, bank, numerics, bank_layer=0),
+        norm=at.plain("shared_head.norm.weight"),
+        eps=c.rms_norm_eps,
+        embed=embed,
+        head=output_head,
+        rotations=rotations,
+        group=weights.group,
+        numerics=numerics,
+    )

@@ -1,0 +1,47 @@
+"""GLM-5.3 as `tided.models.families` knows it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernels.record import ExpertRecord
+from packers.shards import Checkpoint
+from tided.errors import ConfigError
+from tided.experts.bank import ExpertBank
+from tided.models.glm53 import load
+from tided.models.glm53.config import read_config
+from tided.models.glm53.model import Glm53, Shape
+from tided.models.parallel import Group
+from tided.settings import Settings
+
+
+class Glm53Family:
+    name = load.FAMILY
+
+    def shape(self, config: dict[str, Any]) -> Shape:
+        return load.shape_of(read_config(config))
+
+    def expert_record(self, checkpoint: Checkpoint, ranks: int) -> ExpertRecord:
+        c = read_config(checkpoint.config)
+        return load.expert_record(checkpoint, c, ranks, c.first_k_dense_replace)
+
+    def expert_names(self, checkpoint: Checkpoint) -> Callable[[int, int], tuple[str, ...]]:
+        c = read_config(checkpoint.config)
+        return load.expert_names(checkpoint, c, c.first_k_dense_replace)
+
+    def context_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+        return load.context_bytes(read_config(config), settings)
+
+    def drafter_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
+        return 0 if settings.engine.draft == "off" else load.drafter_bytes(checkpoint, settings)
+
+    def vision_bytes(self, config: dict[str, Any]) -> int:
+        return 0
+
+    def load(
+        self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
+    ) -> Glm53:
+        if settings.vision.rank >= 0:
+            raise ConfigError("this model takes no images", hint="set rank = -1 in [vision]")
+        return load.load(checkpoint, settings, group, bank, device)

@@ -1,0 +1,193 @@
+"""From a checkpoint to a rank's model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from kernels.numerics import FP32, WEIGHTS_ONLY, Numerics
+from kernels.record import Codec, ExpertRecord
+from packers.shards import Checkpoint, TensorSpec
+from tided.cache.context import ContextShape
+from tided.cache.pool import PAGE_TOKENS, Layout, Pool, Source
+from tided.errors import ConfigError, DataError
+from tided.experts.bank import ExpertBank
+from tided.experts.source import CheckpointSource
+from tided.models.glm53.block import load_block
+from tided.models.glm53.config import Config, read_config
+from tided.models.glm53.drafter import STATES, load_drafter
+from tided.models.glm53.model import Glm53, Shape
+from tided.models.glm53.names import (
+    PROJECTIONS,
+    SHARED_LINEARS,
+    block,
+    expert,
+    experts_of,
+    linears,
+    plain_tensors,
+    routed_expert_names,
+)
+from tided.models.glm53.step import Rotations
+from tided.models.glm53.weights import Layout as LinearLayout
+from tided.models.glm53.weights import Weights, expected_of, layout_of
+from tided.models.own_experts import resident_bank
+from tided.models.parallel import Group
+from tided.settings import Settings
+
+FAMILY = "glm_moe_dsa"
+
+
+def shape_of(c: Config) -> Shape:
+    return Shape(
+        FAMILY,
+        c.vocab_size,
+        c.hidden_size,
+        moe_layers=c.moe_layers,
+        experts_per_layer=c.n_routed_experts,
+        top_k=c.num_experts_per_tok,
+        context_tokens=c.max_position_embeddings,
+        bos_id=-1,  # prompts begin with what their encoding says
+        eos_id=c.eos_token_id[0],
+    )
+
+
+def numerics_of(settings: Settings) -> Numerics:
+    """Weights are quantised in this family, activations are not: bf16."""
+    return WEIGHTS_ONLY if settings.model.numerics == "native" else FP32
+
+
+def context_bytes(c: Config, settings: Settings) -> int:
+    """Of the pool, which every rank holds whole."""
+    pages = -(-settings.cache.pool_tokens // PAGE_TOKENS)
+    return pages * _layout(c, settings).page_bytes
+
+
+def drafter_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
+    """Of the layer behind the trunk and all of its experts on one rank. Raises ConfigError for a checkpoint without
+    one."""
+    c, ranks = read_config(checkpoint.config), settings.parallel.ranks
+    _require_drafter(c)
+    at, layer = f"{block(c.num_hidden_layers)}.", c.num_hidden_layers
+    values = sum(
+        rows * columns // (ranks if name.endswith(SHARED_LINEARS) else 1)
+        for name, (rows, columns) in linears(c).items()
+        if name.startswith(at)
+    )
+    experts = c.n_routed_experts * expert_record(checkpoint, c, ranks, layer).slot_bytes
+    return experts + values * torch.float32.itemsize
+
+
+def load(checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device) -> Glm53:
+    """Reads the rank's dense weights. Raises TensorError for a checkpoint that holds other tensors than its
+    configuration says, ConfigError for settings that the model cannot serve."""
+    c = read_config(checkpoint.config)
+    _check(c, settings, group)
+    checkpoint.require(expected_tensors(checkpoint, c))
+    numerics, weights = numerics_of(settings), Weights(checkpoint, linears(c), group, device)
+    pool = Pool(_layout(c, settings), settings.cache.pool_tokens, device)
+    columns, rows = weights.cut(c.hidden_size), weights.cut(c.vocab_size)
+    embed = checkpoint.read("model.embed_tokens.weight")[:, columns]
+    model = Glm53(
+        shape_of(c),
+        settings.cache.context_tokens,
+        embed=embed.to(device).clone(memory_format=torch.contiguous_format),
+        blocks=tuple(
+            load_block(weights, c, layer, pool, bank, numerics, layer - c.first_k_dense_replace)
+            for layer in range(c.num_hidden_layers)
+        ),
+        norm=weights.plain("model.norm.weight"),
+        eps=c.rms_norm_eps,
+        head=weights.linear("lm_head", rows=rows),
+        rotations=Rotations(c.qk_rope_head_dim, c.rope_parameters.rope_theta, device),
+        pool=pool,
+        context_shape=ContextShape(0, 1, 1, 0, 0, numerics.cache),
+        group=group,
+        numerics=numerics,
+    )
+    if settings.engine.draft != "off":
+        model = _with_drafter(model, weights, c)
+    checkpoint.unmap()
+    return model
+
+
+def _with_drafter(model: Glm53, weights: Weights, c: Config) -> Glm53:
+    """The model with the layer behind its trunk, the experts of which are all read into memory of their own."""
+    _require_drafter(c)
+    record = expert_record(weights.checkpoint, c, weights.group.ranks, c.num_hidden_layers)
+    names = expert_names(weights.checkpoint, c, c.num_hidden_layers)
+    source = CheckpointSource(weights.checkpoint, names, record, weights.group.rank)
+    bank = resident_bank(source, record, 1, c.n_routed_experts, weights.device)
+    drafter = load_drafter(weights, c, model.pool, bank, model.rotations, model.numerics, model.embedded, model.head)
+    shape = ContextShape(1, STATES, c.hidden_size, 0, 0, model.numerics.cache)
+    return replace(model, drafter=drafter, context_shape=shape)
+
+
+def _require_drafter(c: Config) -> None:
+    if not c.num_nextn_predict_layers:
+        raise ConfigError("this checkpoint has no drafter", hint='set draft = "off" in [engine]')
+
+
+def expected_tensors(checkpoint: Checkpoint, c: Config) -> dict[str, TensorSpec]:
+    """The whole inventory, linear layers in the layouts that they have."""
+    found = plain_tensors(c)
+    for name, shape in linears(c).items():
+        found |= expected_of(checkpoint, name, shape)
+    for layer in range(c.first_k_dense_replace, c.num_hidden_layers + c.num_nextn_predict_layers):
+        for name, shape in experts_of(c, layer).items():
+            found |= expected_of(checkpoint, name, shape)
+    return found
+
+
+def expert_layout(checkpoint: Checkpoint, c: Config, layer: int) -> LinearLayout:
+    """Of all routed experts of a layer of the file: one for all of them."""
+    return layout_of(checkpoint, f"{expert(layer, 0)}.{PROJECTIONS[0]}", c.moe_intermediate_size, c.hidden_size)
+
+
+def expert_names(checkpoint: Checkpoint, c: Config, first: int) -> Callable[[int, int], tuple[str, ...]]:
+    """(layer behind `first`, expert) -> its tensors in the order of a record's parts."""
+    layout = expert_layout(checkpoint, c, first)
+    return routed_expert_names(first, tuple(layout.leaves))
+
+
+def expert_record(checkpoint: Checkpoint, c: Config, ranks: int, layer: int) -> ExpertRecord:
+    """Of the experts of a layer of the file."""
+    layout = expert_layout(checkpoint, c, layer)
+    if layout.kind not in ("mxfp4", "plain"):
+        raise DataError(
+            f"routed experts in {layout.kind.upper()} are not served",
+            where=str(checkpoint.path),
+            hint="serve a release whose experts are MXFP4 or BF16",
+        )
+    codec: Codec = "mxfp4" if layout.kind == "mxfp4" else "bf16"
+    try:
+        return ExpertRecord(c.hidden_size, c.moe_intermediate_size, ranks, codec)
+    except ValueError as e:
+        raise ConfigError(str(e), hint="choose fewer ranks") from e
+
+
+def _layout(c: Config, settings: Settings) -> Layout:
+    """Of the trunk's layers, and of the drafter's where there is one."""
+    layers = c.num_hidden_layers + (settings.engine.draft != "off")
+    sources = tuple(Source(layer, 1, keyed=c.selects(layer)) for layer in range(layers))
+    return Layout(sources, c.row_dim, c.index_head_dim, numerics_of(settings).cache)
+
+
+def _check(c: Config, settings: Settings, group: Group) -> None:
+    """Raises ConfigError naming every dimension that the ranks cannot share, and a context that is too long."""
+    shared = {
+        "num_attention_heads": c.num_attention_heads,
+        "intermediate_size": c.intermediate_size,
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "hidden_size": c.hidden_size,
+        "vocab_size": c.vocab_size,
+    }
+    uneven = [f"{name} {size}" for name, size in shared.items() if size % group.ranks]
+    if uneven:
+        raise ConfigError(
+            f"{group.ranks} ranks cannot share {', '.join(uneven)}", hint="choose a number of ranks that divides them"
+        )
+    if settings.cache.context_tokens > c.max_position_embeddings:
+        raise ConfigError(
+            f"context_tokens {settings.cache.context_tokens} exceeds the model's {c.max_position_embeddings}",
+            hint="lower context_tokens in [cache]",
+        )

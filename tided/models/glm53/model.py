@@ -1,0 +1,184 @@
+"""The text path of GLM-5.3: prompt chunks and decode rows over paged context."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels import head
+from kernels.norm import rms_norm
+from kernels.numerics import Numerics
+from tided.cache.context import After, Context, ContextShape
+from tided.cache.pool import PAGE_TOKENS, Pool
+from tided.errors import ConfigError, ContextOverflowError
+from tided.models.base import Choose, Draft, LaneState, Pictured
+from tided.models.glm53.block import Block
+from tided.models.glm53.drafter import Drafter
+from tided.models.glm53.step import Pass, Rotations
+from tided.models.parallel import Group
+from tided.models.runs import runs
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that other rooms ask for (`tided.models.base.ModelShape`)."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    moe_layers: int
+    experts_per_layer: int
+    top_k: int
+    context_tokens: int
+    bos_id: int
+    eos_id: int
+
+
+@dataclass(frozen=True)
+class Glm53:
+    """One rank's model (`tided.models.base.Model`). Owned by the engine's thread."""
+
+    shape: Shape
+    context_tokens: int  # most tokens of one lane
+    embed: Tensor  # [V, D / ranks] as stored, this rank's columns
+    blocks: tuple[Block, ...]
+    norm: Tensor
+    eps: float
+    head: Tensor  # [V / ranks, D], this rank's rows
+    rotations: Rotations
+    pool: Pool
+    context_shape: ContextShape
+    group: Group
+    numerics: Numerics
+    drafter: Drafter | None = None
+
+    def open_lane(self, index: int) -> Context:
+        context = Context(index, self.context_shape, self.norm.device)
+        self.pool.grow([context], 1)
+        return context
+
+    def close_lane(self, lane: LaneState) -> None:
+        self.pool.release(_context(lane))
+
+    def prefill(
+        self,
+        lane: LaneState,
+        token_ids: Tensor,
+        logits: Literal["none", "last", "all"],
+        pictured: Pictured | None = None,
+    ) -> Tensor | None:
+        """See `Model`. Raises UnavailableError when the pool is short, ContextOverflowError past context_tokens, both
+        before anything changed."""
+        context, count = _context(lane), len(token_ids)
+        self._check_room([context], [count])
+        self.pool.grow([context], count)
+        rows = self.run(self.rotations.begin(context, count), token_ids)
+        if logits == "none":
+            return None
+        return self.logits(rows if logits == "all" else rows[-1:]).clone()  # an ordinary tensor again
+
+    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """See `Model`. Taken in runs of at most ROWS rows: within them kernels compute row by row."""
+        contexts, counts = [_context(lane) for lane in lanes], counts or [1] * len(lanes)
+        self._check_room(contexts, counts)
+        self.pool.grow(contexts, counts)
+        for context, count in zip(contexts, counts, strict=True):
+            if count > 1:
+                context.begin_block(count)
+        parts, first = [], 0
+        for part in runs(counts):
+            count = sum(counts[part])
+            step = self.rotations.rows(contexts[part], counts[part])
+            parts.append(self.logits(self.run(step, token_ids[first : first + count])))
+            first += count
+        return torch.cat(parts)  # outside inference mode: an ordinary tensor
+
+    def keep(self, lane: LaneState, rows: int) -> None:
+        """See `Model`."""
+        context = _context(lane)
+        if context.undo is not None:
+            context.keep(rows)
+            self.pool.trim(context)
+
+    @torch.inference_mode()
+    def run(self, step: Pass, token_ids: Tensor) -> Tensor:
+        """token_ids [T] of the pass, whose lanes have the pages -> rows [T, D] before the final norm. Moves the lanes
+        on."""
+        x = self.embedded(token_ids)
+        for block in self.blocks:
+            x = block.forward(step, x)
+        if self.drafter is not None:
+            self.drafter.watch(step, token_ids, self.normed(x))
+        for span in step.spans:
+            span.lane.position = span.end
+            if span.lane.undo is not None:
+                span.lane.undo.after.append(After({}, span.lane.tail))
+        return x
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """rows [T, D] as `run` gives them -> fp32 [T, V], whole on every rank."""
+        return self.group.concat(head.logits(self.normed(rows), self.head))
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> [T, D]"""
+        return self.group.concat(self.embed[token_ids.to(self.embed.device)].to(torch.float32))
+
+    def normed(self, rows: Tensor) -> Tensor:
+        return self.numerics.store(rms_norm(rows, self.norm, self.eps))
+
+    def image_tokens(self, height: int, width: int) -> int:
+        return 0
+
+    def see(self, height: int, width: int, pixels: bytes | None) -> Tensor:
+        raise ConfigError("this model takes no images")
+
+    @property
+    def draft_tokens(self) -> int:
+        return 0 if self.drafter is None else self.drafter.size
+
+    def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose) -> Draft:
+        """See `Model`."""
+        if self.drafter is None:
+            raise ConfigError("this model was loaded without its drafter", hint="set draft in [engine]")
+        return self.drafter.propose([_context(lane) for lane in lanes], anchors, choose)
+
+    @property
+    def page_tokens(self) -> int:
+        return PAGE_TOKENS
+
+    @property
+    def page_bytes(self) -> int:
+        return self.pool.page_bytes
+
+    def lane_parts(self, lane: LaneState) -> dict[str, Tensor]:
+        return _context(lane).parts()
+
+    def page_parts(self, lane: LaneState, first: int, last: int) -> dict[str, Tensor]:
+        return self.pool.copied(_context(lane), first, last)
+
+    def restore_lane(
+        self, index: int, tokens: int, parts: Mapping[str, Tensor], pages: Sequence[tuple[int, Mapping[str, Tensor]]]
+    ) -> Context:
+        context = Context(index, self.context_shape, self.norm.device)
+        context.put(parts)
+        self.pool.grow([context], tokens)
+        for first, held in pages:
+            self.pool.put(context, first, held)
+        context.position = tokens
+        return context
+
+    def check(self, lanes: Sequence[LaneState]) -> None:
+        self.pool.check(map(_context, lanes))
+
+    def _check_room(self, lanes: list[Context], counts: Sequence[int]) -> None:
+        for lane, tokens in zip(lanes, counts, strict=True):
+            if lane.position + tokens > self.context_tokens:
+                raise ContextOverflowError(self.context_tokens, lane.position, tokens)
+
+
+def _context(lane: LaneState) -> Context:
+    assert isinstance(lane, Context), "lanes come from open_lane"
+    return lane

@@ -1,0 +1,161 @@
+"""One rank's share of the weights that are not routed experts, as fp32, from whatever a release stores them in.
+
+A linear layer's layout is told by its leaves, never by a label:
+
+    .weight BF16, F16 or F32 [N, K]
+    .weight F8_E4M3 [N, K], .weight_scale_inv or .weight_scale F32 [ceil(N / 128), ceil(K / 128)]: code times scale
+    .weight or .weight_packed U8 [N, K / 2] e2m1, the low nibble first; .weight_scale U8 or F8_E8M0 [N, K / 32]
+    .trellis I16 [K / 16, N / 16, 16 * bits], .suh F16 [K], .svh F16 [N], and .mcg or .mul1 or neither: `kernels.exl3`
+
+The tool that writes EXL3 pads both dimensions of linear layers to 128, those that it leaves unquantised too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels import exl3
+from kernels.formats import GROUP, fp4_rows
+from packers.shards import Checkpoint, TensorInfo, TensorSpec
+from tided.errors import TensorError
+from tided.models.glm53.names import PLAIN
+from tided.models.parallel import Group, share
+
+ALL = slice(None)
+FP8_BLOCK = 128
+PADDED = 128
+Kind = Literal["plain", "fp8", "mxfp4", "exl3"]
+SCALES_FP8 = ("weight_scale_inv", "weight_scale")
+SCALE_BYTES = ("U8", "F8_E8M0")
+MARKERS = ("mcg", "mul1")
+KNOWN = ("weight", "weight_packed", *SCALES_FP8, "trellis", *MARKERS)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a linear layer is stored: `leaves` are its tensors, `shape` [N, K] as stored, which padding may have made
+    larger than the layer."""
+
+    kind: Kind
+    leaves: dict[str, TensorSpec]
+    shape: tuple[int, int]
+
+    @property
+    def codebook(self) -> exl3.Codebook:
+        return "mcg" if "mcg" in self.leaves else "mul1" if "mul1" in self.leaves else "3inst"
+
+
+def layout_of(checkpoint: Checkpoint, name: str, rows: int, columns: int) -> Layout:
+    """Of the linear layer `name` [rows, columns], as the leaves that are there tell; what they must be, they may not
+    be. Raises TensorError where no leaf that is known is there."""
+    found = {leaf: checkpoint.tensors[f"{name}.{leaf}"] for leaf in KNOWN if f"{name}.{leaf}" in checkpoint.tensors}
+    main = found.get("trellis") or found.get("weight") or found.get("weight_packed")
+    if main is None:
+        raise TensorError(f"tensor {name}.weight is missing", where=str(checkpoint.path))
+    leaf = main.name.rpartition(".")[2]
+    if leaf == "trellis":
+        return _exl3(main, [marker for marker in MARKERS if marker in found], rows, columns)
+    if main.dtype in PLAIN:
+        shape = _padded(rows, columns) if main.shape == _padded(rows, columns) else (rows, columns)
+        return Layout("plain", {leaf: TensorSpec(PLAIN, shape)}, shape)
+    if main.dtype == "F8_E4M3":
+        scale = SCALES_FP8[0] if SCALES_FP8[0] in found else SCALES_FP8[1]
+        blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        specs = {leaf: TensorSpec("F8_E4M3", (rows, columns)), scale: TensorSpec("F32", blocks)}
+        return Layout("fp8", specs, (rows, columns))
+    if main.dtype in ("U8", "I8"):
+        codes, scales = (
+            TensorSpec(("U8", "I8"), (rows, columns // 2)),
+            TensorSpec(SCALE_BYTES, (rows, columns // GROUP)),
+        )
+        return Layout("mxfp4", {leaf: codes, "weight_scale": scales}, (rows, columns))
+    raise TensorError(f"tensor {main.name} is {main.dtype}: no layout of a linear layer", where=str(checkpoint.path))
+
+
+def _exl3(trellis: TensorInfo, markers: list[str], rows: int, columns: int) -> Layout:
+    """A trellis [K / 16, N / 16, words]; the words say how many bits, the markers which codebook."""
+    n, k = _padded(rows, columns)
+    words = trellis.shape[2] if len(trellis.shape) == 3 else 0
+    specs = {
+        "trellis": TensorSpec("I16", (k // exl3.TILE, n // exl3.TILE, words)),
+        "suh": TensorSpec("F16", (k,)),
+        "svh": TensorSpec("F16", (n,)),
+    }
+    return Layout("exl3", specs | {marker: TensorSpec("I32", ()) for marker in markers}, (n, k))
+
+
+def _padded(rows: int, columns: int) -> tuple[int, int]:
+    return -(-rows // PADDED) * PADDED, -(-columns // PADDED) * PADDED
+
+
+def expected_of(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+    """The tensors of one linear layer by name, in the layout that it has."""
+    return {f"{name}.{leaf}": spec for leaf, spec in layout_of(checkpoint, name, *shape).leaves.items()}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors below a name prefix. `shapes`: [N, K] of all linear layers. `cut`: this rank's part of a dimension."""
+
+    checkpoint: Checkpoint
+    shapes: Mapping[str, tuple[int, int]]
+    group: Group
+    device: torch.device
+    prefix: str = ""
+
+    def under(self, prefix: str) -> "Weights":
+        return replace(self, prefix=f"{self.prefix}{prefix}.")
+
+    def cut(self, length: int) -> slice:
+        return share(length, self.group)
+
+    def plain(self, name: str, rows: slice = ALL) -> Tensor:
+        """A tensor that is not quantised as fp32; `rows` of its first dimension. A copy: a view would hold the file."""
+        return self.checkpoint.read(self.prefix + name)[rows].to(self.device, torch.float32, copy=True)
+
+    def linear(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """A linear layer [N, K] in fp32, exactly as stored; cut first, so that only the rank's share is read. Raises
+        ValueError for a cut through a group of weights that share a scale."""
+        at = self.prefix + name
+        shape = self.shapes[at]
+        layout = layout_of(self.checkpoint, at, *shape)
+        parts = {leaf: self.checkpoint.read(f"{at}.{leaf}") for leaf in layout.leaves}
+        rows, columns = _within(rows, shape[0]), _within(columns, shape[1])
+        if layout.kind == "exl3":
+            return _from_trellis(parts, layout.codebook, rows, columns).to(self.device)
+        weight, *scales = parts.values()
+        if layout.kind == "plain":
+            return weight[rows, columns].to(self.device, torch.float32, copy=True)
+        if layout.kind == "fp8":
+            return _fp8(weight, scales[0], rows, columns).to(self.device)
+        groups, pairs = _parts(columns, GROUP), _parts(columns, 2)
+        return fp4_rows(weight[rows, pairs], scales[0][rows, groups].view(torch.uint8)).to(self.device)
+
+
+def _within(part: slice, length: int) -> slice:
+    """What was stored may be longer."""
+    return slice(*part.indices(length)[:2])
+
+
+def _from_trellis(parts: dict[str, Tensor], codebook: exl3.Codebook, rows: slice, columns: slice) -> Tensor:
+    """-> the cut of [N, K], fp32. Cut by whole blocks where the ranks' borders are such, or decoded whole."""
+    matrix = exl3.Exl3Matrix(parts["trellis"].clone(), parts["suh"].clone(), parts["svh"].clone(), codebook)
+    if all(part.start % exl3.BLOCK == part.stop % exl3.BLOCK == 0 for part in (rows, columns)):
+        return exl3.dense(matrix.columns(rows).rows(columns))
+    return exl3.dense(matrix)[rows, columns].contiguous()
+
+
+def _fp8(weight: Tensor, scale: Tensor, rows: slice, columns: slice) -> Tensor:
+    """weight [N, K] e4m3, scale fp32 per FP8_BLOCK squared -> the cut, fp32. A cut may go through a block."""
+    down = torch.arange(rows.start, rows.stop) // FP8_BLOCK
+    across = torch.arange(columns.start, columns.stop) // FP8_BLOCK
+    return weight[rows, columns].to(torch.float32) * scale[down][:, across]
+
+
+def _parts(part: slice, size: int) -> slice:
+    if part.start % size or part.stop % size:
+        raise ValueError(f"{part.start} to {part.stop} cuts through a group of {size}")
+    return slice(part.start // size, part.stop // size)
