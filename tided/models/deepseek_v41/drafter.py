@@ -27,7 +27,6 @@ from tided.cache.context import Context
 from tided.cache.pool import Pool
 from tided.experts.bank import ExpertBank
 from tided.experts.source import CheckpointSource
-from tided.experts.tables import DemandTap, RoutingTables
 from tided.models.base import Choose, Draft
 from tided.models.deepseek_v41.attention import Attention, load_attention
 from tided.models.deepseek_v41.block import Block, load_hyper_connection
@@ -36,6 +35,7 @@ from tided.models.deepseek_v41.moe import load_moe
 from tided.models.deepseek_v41.names import Inventory, expert_names
 from tided.models.deepseek_v41.step import Pass, Rotations, Span
 from tided.models.deepseek_v41.weights import Weights
+from tided.models.own_experts import resident_bank
 from tided.models.parallel import Group
 
 # Bytes of an element in memory, as `Weights` keeps them: of what is not named 4.
@@ -165,22 +165,11 @@ def drafter_bytes(t: TextConfig, inventory: Inventory, ranks: int, packed: bool)
 
 
 def _bank(checkpoint: Checkpoint, t: TextConfig, group: Group, device: torch.device) -> ExpertBank:
-    """Every expert of every block, in order; what they are picked for is nobody's demand."""
-    blocks, experts = t.num_nextn_predict_layers, t.dspark_n_routed_experts
     record = ExpertRecord(t.hidden_size, t.moe_intermediate_size, group.ranks)
     source = CheckpointSource(
         checkpoint, lambda block, expert: expert_names(f"mtp.{block}", expert), record, group.rank
     )
-    slots = torch.zeros(blocks * experts, record.slot_bytes, dtype=torch.uint8)
-    tables, tap = RoutingTables(blocks, experts, device), DemandTap(1, blocks, experts, device)
-    tap.enabled = False
-    try:
-        for slot in range(len(slots)):
-            source.read(*divmod(slot, experts), slots[slot].numpy().data)
-    finally:
-        source.close()
-    tables.change({divmod(slot, experts): slot for slot in range(len(slots))})
-    return ExpertBank(record, slots.to(device), tables, tap)
+    return resident_bank(source, record, t.num_nextn_predict_layers, t.dspark_n_routed_experts, device)
 
 
 def _load_block(

@@ -1,6 +1,6 @@
 """The text path of DeepSeek-V4.1: prompt chunks and decode rows over paged context."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,8 +11,8 @@ from kernels import head, hyper
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
 from tided.cache.context import Context, ContextShape
-from tided.cache.pool import PAGE_TOKENS, Pool
-from tided.errors import ConfigError, ContextOverflowError
+from tided.cache.pool import Pool
+from tided.errors import ConfigError
 from tided.images.geometry import Size
 from tided.models.base import Choose, Draft, LaneState, Pictured
 from tided.models.deepseek_v41.block import Block
@@ -21,6 +21,7 @@ from tided.models.deepseek_v41.drafter import Drafter
 from tided.models.deepseek_v41.engram import Engrams
 from tided.models.deepseek_v41.step import Pass, Rotations
 from tided.models.deepseek_v41.vision import Vision
+from tided.models.paged import PagedLanes, context_of
 from tided.models.parallel import Group
 from tided.models.runs import runs
 
@@ -41,7 +42,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class DeepseekV41:
+class DeepseekV41(PagedLanes):
     """One rank's model (`tided.models.base.Model`). Owned by the engine's thread."""
 
     shape: Shape
@@ -70,14 +71,6 @@ class DeepseekV41:
         compressors = (block.attention.compressor for block in self.blocks)
         return tuple(one.layer for one in compressors if one is not None and one.ratio > 1)
 
-    def open_lane(self, index: int) -> Context:
-        context = Context(index, self.context_shape, self.norm.device)
-        self.pool.grow([context], 1)
-        return context
-
-    def close_lane(self, lane: LaneState) -> None:
-        self.pool.release(_context(lane))
-
     def prefill(
         self,
         lane: LaneState,
@@ -91,7 +84,7 @@ class DeepseekV41:
             raise ConfigError(
                 "logits of every prompt token need the whole path", hint='set decoder_replay = "full" in [model]'
             )
-        rows = self.forward([_context(lane)], token_ids.view(1, -1), self.replay == "bounded", pictured)
+        rows = self.forward([context_of(lane)], token_ids.view(1, -1), self.replay == "bounded", pictured)
         if logits == "none":
             return None
         return self.logits(rows if logits == "all" else rows[-1:]).clone()  # an ordinary tensor again
@@ -106,9 +99,8 @@ class DeepseekV41:
 
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """See `Model`. Taken in runs of at most ROWS rows: within them kernels compute row by row."""
-        contexts, counts = [_context(lane) for lane in lanes], counts or [1] * len(lanes)
-        self._check_room(contexts, counts)
-        self.pool.grow(contexts, counts)
+        contexts, counts = [context_of(lane) for lane in lanes], counts or [1] * len(lanes)
+        self.make_room(contexts, counts)
         for context, count in zip(contexts, counts, strict=True):
             if count > 1:
                 context.begin_block(count)
@@ -124,41 +116,6 @@ class DeepseekV41:
             first += count
         return torch.cat(parts)  # outside inference mode: an ordinary tensor
 
-    def keep(self, lane: LaneState, rows: int) -> None:
-        """See `Model`."""
-        context = _context(lane)
-        if context.undo is not None:
-            context.keep(rows)
-            self.pool.trim(context)
-
-    @property
-    def page_tokens(self) -> int:
-        return PAGE_TOKENS
-
-    @property
-    def page_bytes(self) -> int:
-        return self.pool.page_bytes
-
-    def lane_parts(self, lane: LaneState) -> dict[str, Tensor]:
-        return _context(lane).parts()
-
-    def page_parts(self, lane: LaneState, first: int, last: int) -> dict[str, Tensor]:
-        return self.pool.copied(_context(lane), first, last)
-
-    def restore_lane(
-        self, index: int, tokens: int, parts: Mapping[str, Tensor], pages: Sequence[tuple[int, Mapping[str, Tensor]]]
-    ) -> Context:
-        context = Context(index, self.context_shape, self.norm.device)
-        context.put(parts)
-        self.pool.grow([context], tokens)
-        for first, held in pages:
-            self.pool.put(context, first, held)
-        context.position = tokens
-        return context
-
-    def check(self, lanes: Sequence[LaneState]) -> None:
-        self.pool.check(map(_context, lanes))
-
     @property
     def draft_tokens(self) -> int:
         return 0 if self.drafter is None else self.drafter.size
@@ -167,7 +124,7 @@ class DeepseekV41:
         """What may follow anchors [R] int64, the tokens that come after the contexts. Changes nothing."""
         if self.drafter is None:
             raise ConfigError("this model was loaded without its drafter", hint="set draft in [engine]")
-        return self.drafter.propose([_context(lane) for lane in lanes], anchors, choose)
+        return self.drafter.propose([context_of(lane) for lane in lanes], anchors, choose)
 
     @torch.inference_mode()
     def forward(
@@ -176,8 +133,7 @@ class DeepseekV41:
         """token_ids [lanes, count] -> rows [T, D] before the final norm, T = lanes * count, or the last window of a
         chunk when `bounded`. Moves the lanes on."""
         count = token_ids.shape[1]
-        self._check_room(lanes, [count] * len(lanes))
-        self.pool.grow(lanes, count)
+        self.make_room(lanes, [count] * len(lanes))
         return self.run(self.rotations.begin(lanes, count), token_ids.view(-1), bounded, pictured)
 
     @torch.inference_mode()
@@ -222,13 +178,3 @@ class DeepseekV41:
         """token_ids [T] -> streams [T, S, D], all equal."""
         row = self.group.concat(self.embed[token_ids.to(self.embed.device)].to(torch.float32))
         return row.unsqueeze(1).repeat(1, self.blocks[0].hc_attn.streams, 1)
-
-    def _check_room(self, lanes: list[Context], counts: Sequence[int]) -> None:
-        for lane, tokens in zip(lanes, counts, strict=True):
-            if lane.position + tokens > self.context_tokens:
-                raise ContextOverflowError(self.context_tokens, lane.position, tokens)
-
-
-def _context(lane: LaneState) -> Context:
-    assert isinstance(lane, Context), "lanes come from open_lane"
-    return lane

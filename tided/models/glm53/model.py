@@ -1,6 +1,6 @@
 """The text path of GLM-5.3: prompt chunks and decode rows over paged context."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,13 +10,14 @@ from torch import Tensor
 from kernels import head
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
-from tided.cache.context import After, Context, ContextShape
-from tided.cache.pool import PAGE_TOKENS, Pool
-from tided.errors import ConfigError, ContextOverflowError
+from tided.cache.context import After, ContextShape
+from tided.cache.pool import Pool
+from tided.errors import ConfigError
 from tided.models.base import Choose, Draft, LaneState, Pictured
 from tided.models.glm53.block import Block
 from tided.models.glm53.drafter import Drafter
 from tided.models.glm53.step import Pass, Rotations
+from tided.models.paged import PagedLanes, context_of
 from tided.models.parallel import Group
 from tided.models.runs import runs
 
@@ -37,7 +38,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Glm53:
+class Glm53(PagedLanes):
     """One rank's model (`tided.models.base.Model`). Owned by the engine's thread."""
 
     shape: Shape
@@ -54,14 +55,6 @@ class Glm53:
     numerics: Numerics
     drafter: Drafter | None = None
 
-    def open_lane(self, index: int) -> Context:
-        context = Context(index, self.context_shape, self.norm.device)
-        self.pool.grow([context], 1)
-        return context
-
-    def close_lane(self, lane: LaneState) -> None:
-        self.pool.release(_context(lane))
-
     def prefill(
         self,
         lane: LaneState,
@@ -71,9 +64,8 @@ class Glm53:
     ) -> Tensor | None:
         """See `Model`. Raises UnavailableError when the pool is short, ContextOverflowError past context_tokens, both
         before anything changed."""
-        context, count = _context(lane), len(token_ids)
-        self._check_room([context], [count])
-        self.pool.grow([context], count)
+        context, count = context_of(lane), len(token_ids)
+        self.make_room([context], [count])
         rows = self.run(self.rotations.begin(context, count), token_ids)
         if logits == "none":
             return None
@@ -81,9 +73,8 @@ class Glm53:
 
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """See `Model`. Taken in runs of at most ROWS rows: within them kernels compute row by row."""
-        contexts, counts = [_context(lane) for lane in lanes], counts or [1] * len(lanes)
-        self._check_room(contexts, counts)
-        self.pool.grow(contexts, counts)
+        contexts, counts = [context_of(lane) for lane in lanes], counts or [1] * len(lanes)
+        self.make_room(contexts, counts)
         for context, count in zip(contexts, counts, strict=True):
             if count > 1:
                 context.begin_block(count)
@@ -94,13 +85,6 @@ class Glm53:
             parts.append(self.logits(self.run(step, token_ids[first : first + count])))
             first += count
         return torch.cat(parts)  # outside inference mode: an ordinary tensor
-
-    def keep(self, lane: LaneState, rows: int) -> None:
-        """See `Model`."""
-        context = _context(lane)
-        if context.undo is not None:
-            context.keep(rows)
-            self.pool.trim(context)
 
     @torch.inference_mode()
     def run(self, step: Pass, token_ids: Tensor) -> Tensor:
@@ -143,42 +127,4 @@ class Glm53:
         """See `Model`."""
         if self.drafter is None:
             raise ConfigError("this model was loaded without its drafter", hint="set draft in [engine]")
-        return self.drafter.propose([_context(lane) for lane in lanes], anchors, choose)
-
-    @property
-    def page_tokens(self) -> int:
-        return PAGE_TOKENS
-
-    @property
-    def page_bytes(self) -> int:
-        return self.pool.page_bytes
-
-    def lane_parts(self, lane: LaneState) -> dict[str, Tensor]:
-        return _context(lane).parts()
-
-    def page_parts(self, lane: LaneState, first: int, last: int) -> dict[str, Tensor]:
-        return self.pool.copied(_context(lane), first, last)
-
-    def restore_lane(
-        self, index: int, tokens: int, parts: Mapping[str, Tensor], pages: Sequence[tuple[int, Mapping[str, Tensor]]]
-    ) -> Context:
-        context = Context(index, self.context_shape, self.norm.device)
-        context.put(parts)
-        self.pool.grow([context], tokens)
-        for first, held in pages:
-            self.pool.put(context, first, held)
-        context.position = tokens
-        return context
-
-    def check(self, lanes: Sequence[LaneState]) -> None:
-        self.pool.check(map(_context, lanes))
-
-    def _check_room(self, lanes: list[Context], counts: Sequence[int]) -> None:
-        for lane, tokens in zip(lanes, counts, strict=True):
-            if lane.position + tokens > self.context_tokens:
-                raise ContextOverflowError(self.context_tokens, lane.position, tokens)
-
-
-def _context(lane: LaneState) -> Context:
-    assert isinstance(lane, Context), "lanes come from open_lane"
-    return lane
+        return self.drafter.propose([context_of(lane) for lane in lanes], anchors, choose)
