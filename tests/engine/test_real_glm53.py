@@ -115,12 +115,26 @@ def test_a_parked_answer_is_as_if_it_never_was(tmp_path: Path):
         assert tight.tokens(name) == roomy.tokens(name)
 
 
-@pytest.mark.parametrize("where", ["prefix_ram_bytes", "prefix_disk_bytes"])
-def test_a_prefix_that_is_hit_is_as_good_as_computed(where, tmp_path: Path):
-    requests = [ask("first", tokens=200), ask("again", tokens=200), ask("half", tokens=100)]
-    computed = Served(glm(draft="3"), requests)
-    hit = Served(glm(cache={where: 1 << 26}, draft="3", lanes=1), requests, cache_dir=tmp_path)
+PREFIXES = (ask("first", tokens=200), ask("again", tokens=200), ask("half", tokens=100))
+
+
+def test_a_prefix_that_is_hit_is_as_good_as_computed():
+    computed = Served(glm(draft="3"), PREFIXES)
+    hit = Served(glm(cache={"prefix_ram_bytes": 1 << 26}, draft="3", lanes=1), PREFIXES)
     assert hit.faults == []
-    for one in requests:
+    for one in PREFIXES:
         assert hit.tokens(one.request_id) == computed.tokens(one.request_id)
     assert [hit.stats(name)["cached_tokens"] for name in ("first", "again", "half")] == [0, 200, 96]
+
+
+def test_a_prefix_from_disk_outlives_the_process(tmp_path: Path):
+    first, again, half = PREFIXES
+    disk = glm(cache={"prefix_disk_bytes": 1 << 26}, draft="3", lanes=1)
+    before = Served(disk, [first], cache_dir=tmp_path)
+    for rank in before.ranks:
+        assert rank.executor.caching.background.flush(60)
+        rank.close()
+    later = Served(disk, [again, half], cache_dir=tmp_path)
+    assert later.faults == []
+    assert later.tokens("again") == before.tokens("first")
+    assert [later.stats(name)["cached_tokens"] for name in ("again", "half")] == [200, 96]
