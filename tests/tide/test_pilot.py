@@ -419,16 +419,6 @@ def test_a_prompt_cancelled_between_chunks_votes_once_and_is_forgotten(tmp_path)
     np.testing.assert_allclose(tide.scores(), blended(tide.history.demand, None, tide.settings.prior_votes))
 
 
-def test_a5_a_warm_up_causes_no_plan(tmp_path):
-    tide = settled(tmp_path, Domain(1))
-    talk = Talk(tide)
-    talk.end_prompt(Domain(1), 200)
-    for _ in range(29):
-        talk.say(Domain(2))
-    tide.warmed_up()
-    assert [talk.say(Domain(1)) for _ in range(29)] == [None] * 29
-
-
 def test_an_answer_without_its_prompt_is_an_error(tmp_path):
     talk = Talk(pilot(tmp_path))
     with pytest.raises(PairError, match="its prompt was not told of"):

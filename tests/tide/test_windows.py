@@ -111,13 +111,6 @@ def test_old_misses_leave_the_window():
     assert feed.run(0.2, 1) == [(1, "urgent")]
 
 
-def test_a_warm_up_leaves_no_misses_behind():
-    feed = Feed(every=50)
-    feed.run(0.09, 49)
-    feed.windows.restart()
-    assert feed.run(0.0, 50) == []
-
-
 def test_counters_that_go_back_are_an_error():
     windows = Windows(0, GATE, RATE, GAP)
     windows.advance(0, 10, 100.0, 5.0)

@@ -250,11 +250,6 @@ class Pilot:
         self._recent.append(vote.mass)
         self._requests_since_plan += 1
 
-    def warmed_up(self) -> None:
-        """Forward passes that serve nobody are over. Their demand was not recorded; what their steps may have done to
-        the windows of running answers is forgotten."""
-        self._windows.restart()
-
     def idle_plan(self, drifted: bool = False) -> list[PairSwap]:
         """A plan from all that is known, once after each request. Never by growth of the history: in equilibrium a
         history does not grow, and adaptation would stop for good. `drifted`: hot reads have taken the set to where the

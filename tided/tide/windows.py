@@ -86,12 +86,6 @@ class Windows:
     def ended(self, lane: int) -> None:
         self._lanes.pop(lane, None)
 
-    def restart(self) -> None:
-        """Forgets what every running answer missed so far: after a warm-up, whose misses are nobody's."""
-        for lane in self._lanes.values():
-            lane.recent.clear()
-            lane.stretch = Stretch()
-
     def _decode_due(self) -> tuple[Due, float] | None:
         found: tuple[Due, float] | None = None
         for lane in self._lanes.values():
