@@ -65,6 +65,18 @@ def test_tower_and_aligner(native_eyes, given, rounded, image):
     assert relative(seen, rounded[f"vision.embeds.{image}"]) < 0.003
 
 
+def test_pixels_become_patches(native_eyes):
+    """In reading order; within a patch the colour counts first, then row and column; -1 to 1 in bf16."""
+    size = Size(42, 70)
+    pixels = torch.frombuffer(bytearray(picture(*size)), dtype=torch.uint8).view(*size, 3)
+    patches = native_eyes.vision.tower.patches(pixels)
+    assert patches.shape == (3 * 5, 3 * 14 * 14)
+    for row, column, colour in ((0, 0, 0), (0, 69, 1), (41, 0, 2), (20, 33, 1), (41, 69, 2), (13, 14, 0)):
+        value = torch.tensor((int(pixels[row, column, colour]) / 255 - 0.5) / 0.5).to(torch.bfloat16).float()
+        patch, place = row // 14 * 5 + column // 14, colour * 196 + row % 14 * 14 + column % 14
+        assert patches[patch, place] == value
+
+
 def pictured_of(model: Any, given: dict[str, Any], rounded: Any) -> tuple[torch.Tensor, Pictured]:
     """The prompt of two images with the reference's own rows in it."""
     ids, kinds = torch.tensor(given["ids"]), torch.tensor(given["token_types"])

@@ -92,7 +92,7 @@ class Fetcher:
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=self._limit_s),
             headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "tidelm"},
-            auto_decompress=False,
+            auto_decompress=False,  # or what was already sent would be unfolded before its header is judged
             trust_env=False,
         )
         try:
