@@ -172,7 +172,7 @@ def _down(
 
 # Within 99 KB of shared memory a block of threads.
 GATE_UP = {"ROWS": 64, "BLOCK": 128, "STAGES": 2, "num_warps": 4}
-DOWN = {"ROWS": 128, "BLOCK": 128, "STAGES": 2, "num_warps": 8}
+DOWN = {"ROWS": 128, "BLOCK": 64, "STAGES": 3, "num_warps": 8}
 
 
 def tokens_of_tile(rows: int, wide: bool) -> int:

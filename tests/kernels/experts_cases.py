@@ -1,4 +1,4 @@
-"""Triton's forms of the experts against the reference; `test_experts_triton.py` runs it in the interpreter and on a GPU.
+"""Triton's forms of the experts against the reference. `test_experts_triton.py` runs it, interpreted and on a GPU.
 
 python tests/kernels/experts_cases.py cpu|cuda"""
 
