@@ -56,7 +56,7 @@ from tided.settings import Engine, Parallel, Settings
 
 OFF, RECORD = "off", "record"
 PLAIN = ("prose", "code")  # texts without an end
-LONGEST = 100  # tokens of an answer
+LONGEST = 80  # tokens of an answer
 WARM_TOKENS = 24
 RESAMPLED = 500
 IDLE_S = 0.0005
@@ -323,7 +323,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("profile", type=Path)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--depths", default="off,1,3,5,acceptance,confidence")
-    parser.add_argument("--tokens", type=int, default=160, help="of a domain's answers, about")
+    parser.add_argument("--tokens", type=int, default=90, help="of a domain's answers, about")
     parser.add_argument("--resident", type=int, help="experts (default: the profile's)")
     parser.add_argument("--domains", default="", help="these only")
     parser.add_argument("--json", action="store_true", help="figures as JSON")
