@@ -85,8 +85,11 @@ def test_between_and_beyond_what_was_measured():
     assert costs.step(widths(1, 1)) == pytest.approx(1.1)
     assert costs.step(widths(1, 4)) == pytest.approx(1.4)  # on as steeply as it was measured
     costs.tell(widths(1, 3), 100.0)
+    assert costs.step(widths(1, 3)) == pytest.approx(1.3)  # one sample of bad news is none
+    costs.tell(widths(1, 3), 100.0)
     assert costs.step(widths(1, 3)) == 4.0  # four steps of one token each would not cost more
-    costs.tell(widths(1, 5), 1.8)
+    for _ in range(2):
+        costs.tell(widths(1, 5), 1.8)
     assert costs.step(widths(1, 3)) == 1.8  # nor six rows less
 
 

@@ -159,6 +159,21 @@ def test_no_series_of_steps_breaks_the_policy(data, mode):
             sure.pop(rows[0].lane)
 
 
+@pytest.mark.parametrize("mode", ["acceptance", "confidence"])
+def test_wide_steps_that_were_slow_the_first_time_are_tried_again(mode):
+    """The first step of every width beyond two rows takes far too long; drafts are good."""
+    depths, text, first = Depths(mode, 5), Text(0.9), set()
+
+    def cost(rows):
+        slow = rows > 2 and rows not in first
+        first.add(rows)
+        return step_s(rows) * (20 if slow else 1)
+
+    run(depths, text, 100, cost)
+    _, taken, _ = run(depths, text, 100, cost)
+    assert statistics.mean(taken[5:]) > 3.5
+
+
 def test_an_answer_begins_with_a_block():
     depths = Depths("acceptance", 5)
     assert depths.begin(Row(0, 5))

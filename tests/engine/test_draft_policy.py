@@ -97,10 +97,10 @@ def test_no_fixed_depth_does_both(fixed):
     assert mean(found) < mean(speeds("confidence"))
 
 
-def test_the_drafters_confidence_is_worth_as_much_as_what_was_accepted():
-    """The profiles' choice: where blocks of a text differ it tells them apart."""
-    confidence, acceptance = speeds("confidence"), speeds("acceptance")
-    assert mean(confidence) > 0.97 * mean(acceptance)
+def test_neither_way_to_believe_in_a_draft_is_much_slower():
+    """Profiles may choose either: by what was accepted, or by the drafter's confidence."""
+    confidence, acceptance = mean(speeds("confidence")), mean(speeds("acceptance"))
+    assert 0.96 < confidence / acceptance < 1.04
 
 
 def test_hopeless_text_is_probed_less_and_less():

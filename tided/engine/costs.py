@@ -137,10 +137,15 @@ class Costs:
             for (count, rows), kept in self._steps.items()
             if count == lanes and (young := self._young(kept))
         }
-        known = _rising(samples)
-        if known and lanes not in known:  # as if rows cost what they are believed to
-            least = min(known)
-            known[lanes] = known[least] / (1 + ROW_SHARE * (least - lanes) / lanes)
+        known = _rising({rows: found for rows, found in samples.items() if rows == lanes or len(found) > 1})
+        if samples and lanes not in known:  # as if rows cost what they are believed to
+            least = min(known or samples)
+            seconds = known[least] if known else samples[least][0]
+            known[lanes] = seconds / (1 + ROW_SHARE * (least - lanes) / lanes)
+        for rows in sorted(samples.keys() - known.keys()):
+            # Of one sample only good news is believed: what seems to cost too much would never be measured again.
+            narrower = max(known[width] for width in known if width < rows)
+            known[rows] = max(narrower, min(samples[rows][0], _between(known, lanes, rows)))
         return known
 
     def _young(self, kept: Iterable[Sample]) -> list[Sample]:

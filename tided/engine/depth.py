@@ -224,8 +224,8 @@ class Depths:
         return depths, best
 
     def _least_measured(self, lanes: int, waiting: Sequence[int]) -> list[int]:
-        """The width with the fewest samples, the narrower first, given to lanes in turn."""
-        width = min(range(sum(waiting) + 1), key=lambda more: (self.costs.samples(lanes, lanes + more), more))
+        """The width with the fewest samples, the wider first, given to lanes in turn."""
+        width = min(range(sum(waiting) + 1), key=lambda more: (self.costs.samples(lanes, lanes + more), -more))
         depths = [0] * lanes
         while sum(depths) < width:
             place = min((i for i in range(lanes) if depths[i] < waiting[i]), key=lambda i: depths[i])
