@@ -110,15 +110,16 @@ def step_table(model: DeepseekV41, counts: list[int], context: int, rounds: int,
             torch.cuda.synchronize()
         made = model.steps._prepared[rows]
         distinct = sum(len(torch.unique(made.step.inputs.routed.slots[n])) for n in range(layers)) / layers
-        took = replayed_us(made.pieces, rounds)
-        spent, nodes = by_part(made.pieces)
+        pieces = made.captured.pieces
+        took = replayed_us(pieces, rounds)
+        spent, nodes = by_part(pieces)
         record = model.blocks[0].moe.bank.record.nbytes
         read = {"experts": distinct * layers * record, "dense": float(dense_bytes(model))}
         floor = sum(read.values()) / read_gbs / 1e3
         busy = sum(spent.values())
         print(f"\n{rows} rows, {layers} layers, {context} tokens of context, {distinct:.1f} distinct experts a layer")
         print(f"  step {took / 1e3:.3f} ms, kernels {busy / 1e3:.3f} ms, gaps {(took - busy) / 1e3:.3f} ms")
-        print(f"  {nodes:.0f} graph nodes in {len(made.pieces)} pieces; host {statistics.median(host):.3f} ms")
+        print(f"  {nodes:.0f} graph nodes in {len(pieces)} pieces; host {statistics.median(host):.3f} ms")
         print(f"  floor {floor / 1e3:.3f} ms ({sum(read.values()) / 1e9:.2f} GB); step / floor {took / floor:.2f}")
         gb10 = sum(read.values()) / GB10_GBS / 1e6 + nodes * GB10_NODE_US / 1e3
         print(f"  GB10 at {GB10_GBS:.0f} GB/s and {GB10_NODE_US} us a node: {gb10:.1f} ms and its collectives")

@@ -62,17 +62,25 @@ class Recent:
         return self._views[layer, end % RECENT_TOKENS]
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A step's pieces, each a graph and the Engram layer that comes behind it, and where they leave the logits. A step
+    that runs eagerly later leaves its own elsewhere."""
+
+    pieces: list[tuple[Any, int | None]]
+    logits: Tensor
+
+
 @dataclass
 class Prepared:
-    """A number of rows: the step, its inputs on the host, and its pieces once they are captured. Each piece is a graph
-    and the Engram layer that comes behind it."""
+    """A number of rows: the step, its inputs on the host, and its graphs once they are captured."""
 
     step: "DecodeStep"
     host: dict[int, Tensor]
     meta: Tensor
     wish: Together  # where the step leaves what its rows wanted
     copied: Any = None  # the event behind the last copy of `host` and `meta`
-    pieces: list[tuple[Any, int | None]] | None = None
+    captured: Captured | None = None
 
 
 class DecodeSteps:
@@ -122,21 +130,22 @@ class DecodeSteps:
             made.step.inputs.engram[layer].copy_(made.host[layer], non_blocking=True)
             self._copied(made)
 
-        if made.pieces is None or made.step.waiting is not None:
+        if made.captured is None or made.step.waiting is not None:
             for layer in made.step.parts():
                 fetch(layer)
+            assert made.step.logits is not None
+            logits = made.step.logits.clone()
         else:
-            for graph, follows in made.pieces:
+            for graph, follows in made.captured.pieces:
                 graph.replay()
                 if follows is not None:
                     fetch(follows)
-        assert made.step.logits is not None
-        logits = made.step.logits.clone()
+            logits = made.captured.logits.clone()
         if made.step.waiting is None:
             wish = made.wish if alone else made.wish.copied()
             tap.record_step(wish)
-            if made.pieces is None and self.captures and logits.is_cuda:
-                made.pieces = self._capture(made.step)
+            if made.captured is None and self.captures and logits.is_cuda:
+                made.captured = self._capture(made.step)
         for span in spans:
             left = self._recent[span.lane].open_groups(span.end)
             if span.after is not None:
@@ -208,7 +217,7 @@ class DecodeSteps:
         self._prepared[rows] = made
         return made
 
-    def _capture(self, step: "DecodeStep") -> list[tuple[Any, int | None]]:
+    def _capture(self, step: "DecodeStep") -> Captured:
         """Nothing runs. Threads that read experts go on using their own streams meanwhile."""
         pieces: list[tuple[Any, int | None]] = []
         parts = step.parts()
@@ -219,7 +228,8 @@ class DecodeSteps:
                 layer = next(parts, None)
             self._memory = self._memory or graph.pool()
             pieces.append((graph, layer))
-        return pieces
+        assert step.logits is not None
+        return Captured(pieces, step.logits)
 
 
 def _scratch(model: "DeepseekV41") -> "Scratch":
