@@ -3,6 +3,8 @@
 The output of w2 is not rounded before the sum over experts, as a single-device reference would: a rank holds a part of
 each sum, and the ranks' parts are added before the one rounding, so any number of ranks computes the same thing."""
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -39,16 +41,20 @@ def grouped_experts(
 
     Raises ValueError for a pick without a slot; on a GPU, where looking would cost a wait, such a pick adds nothing."""
     if x.is_cuda and numerics is NATIVE:
-        from kernels import experts_chunk_triton, experts_triton  # need a compiler that a CPU need not have
-
-        if len(picks) <= ROWS and limit <= experts_triton.MAX_LIMIT:
-            return experts_triton.grouped_experts(x, slots, record, picks, weights, limit)
-        return experts_chunk_triton.grouped_experts(x, slots, record, picks, weights, limit)
+        out: Tensor = _form(len(picks), limit).grouped_experts(x, slots, record, picks, weights, limit)
+        return out
     if int(picks.min()) < 0:
         raise ValueError("a chosen expert has no slot")
     outputs = x.new_empty(*picks.shape, record.hidden)
     pick_outputs(outputs, x, slots, record, picks, weights, limit, numerics)
     return sum_of_picks(outputs)
+
+
+def _form(rows: int, limit: float) -> ModuleType:
+    """The file of the CUDA form. They need a compiler that a CPU need not have."""
+    from kernels import experts_chunk_triton, experts_triton
+
+    return experts_triton if rows <= ROWS and limit <= experts_triton.MAX_LIMIT else experts_chunk_triton
 
 
 def pick_outputs(
@@ -64,6 +70,9 @@ def pick_outputs(
     """Writes the weighted output of every pick that has a slot into its place of outputs [T, k, D] and leaves the
     others as they are (picks -1). Experts may so be computed in several calls, as their records arrive: all rows of an
     expert in one call, and the bits are those of one call for all."""
+    if x.is_cuda and numerics is NATIVE:
+        _form(len(picks), limit).pick_outputs(outputs, x, slots, record, picks, weights, limit)
+        return
     count, top_k = picks.shape
     single = count == 1 or singly(count)
     rows_of: dict[int, list[int]] = {}

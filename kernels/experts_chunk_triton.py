@@ -201,31 +201,51 @@ def _sorted(picks: Tensor, size: int, slots: int) -> tuple[Tensor, Tensor, Tenso
 def grouped_experts(
     x: Tensor, slots: Tensor, record: ExpertRecord, picks: Tensor, weights: Tensor, limit: float, asm: bool = True
 ) -> Tensor:
-    """x [T, D] fp32, rounded as activation; slots [S, slot_bytes] uint8; picks [T, k] int32 slots, -1: none; weights
-    [T, k] fp32 -> [T, D] fp32: this rank's part, as the reference rounds it. Takes 4 * T * k * D bytes meanwhile."""
+    """x [T, D], rounded as activation; slots [S, slot_bytes] uint8; picks [T, k] int32 slots, -1: none; weights [T, k]
+    fp32 -> [T, D] fp32: this rank's part, as the reference rounds it. Takes 4 * T * k * D bytes meanwhile."""
+    (tokens, top_k), d = picks.shape, record.hidden
+    picks = picks.to(torch.int32).contiguous()
+    outputs = torch.empty(tokens, top_k, d, dtype=torch.float32, device=x.device)
+    pick_outputs(outputs, x, slots, record, picks, weights, limit, asm)
+    out = torch.empty(tokens, d, dtype=torch.float32, device=x.device)
+    _sum[(tokens, -(-d // 1024))](outputs, picks, out, d, top_k, SIZE=1024, CHAINED=False)
+    return out
+
+
+def pick_outputs(
+    outputs: Tensor,
+    x: Tensor,
+    slots: Tensor,
+    record: ExpertRecord,
+    picks: Tensor,
+    weights: Tensor,
+    limit: float,
+    asm: bool = True,
+) -> None:
+    """As `grouped_experts`, but every pick's own output goes to its place of outputs [T, k, D] fp32, contiguous; the
+    places of picks without a slot stay as they are."""
     tokens, top_k = picks.shape
     d, n, count = record.hidden, record.share, tokens * top_k
     w1, w3, w2, s1, s3, s2 = record.parts
     picks, weights = picks.to(torch.int32).contiguous(), weights.contiguous()
     size = tokens_of_tile(tokens, asm and torch.cuda.get_device_capability(x.device)[0] == 9)
-    x_width, hidden_width = _up_to(d, GATE_UP["BLOCK"]), _up_to(n, DOWN["BLOCK"])
+    gate_up = {**GATE_UP, "ROWS": next(rows for rows in (GATE_UP["ROWS"], 32) if n % rows == 0)}
+    down = {**DOWN, "ROWS": next(rows for rows in (DOWN["ROWS"], 64, 32) if d % rows == 0)}
+    x_width, hidden_width = _up_to(d, gate_up["BLOCK"]), _up_to(n, down["BLOCK"])
     ordered, order, tiles = _sorted(picks, size, len(slots))
     rows = torch.empty(tokens, x_width, dtype=torch.bfloat16, device=x.device)
-    hidden = torch.zeros(count, hidden_width, dtype=torch.bfloat16, device=x.device)
-    parts = torch.empty(count, d, dtype=torch.float32, device=x.device)
-    out = torch.empty(tokens, d, dtype=torch.float32, device=x.device)
+    hidden = torch.empty(count, hidden_width, dtype=torch.bfloat16, device=x.device)
+    if hidden_width != n:
+        hidden.zero_()
     _ordered[(tokens, -(-x_width // 1024))](x.contiguous(), rows, d, x_width, SIZE=1024)
-    gate_up = {**GATE_UP, "ROWS": next(r for r in (GATE_UP["ROWS"], 32) if n % r == 0)}
     _gate_up[(n // gate_up["ROWS"], len(tiles))](
         _tiles(slots, record, w1, gate_up["ROWS"], gate_up["BLOCK"]),
         _tiles(slots, record, w3, gate_up["ROWS"], gate_up["BLOCK"]), slots, record.slot_bytes, tiles, ordered, order,
         weights, rows, hidden, count, top_k, limit, x_width // gate_up["BLOCK"], d // 32, s1.offset, s3.offset, x_width,
         hidden_width, TOKENS=size, ASM=asm, **gate_up,
     )  # fmt: skip
-    down = {**DOWN, "ROWS": next(r for r in (DOWN["ROWS"], 64, 32) if d % r == 0)}
     _down[(d // down["ROWS"], len(tiles))](
         _tiles(slots, record, w2, down["ROWS"], down["BLOCK"]), slots, record.slot_bytes, tiles, ordered, order, hidden,
-        parts, count, hidden_width // down["BLOCK"], n // 32, d, s2.offset, hidden_width, TOKENS=size, ASM=asm, **down,
+        outputs, count, hidden_width // down["BLOCK"], n // 32, d, s2.offset, hidden_width, TOKENS=size, ASM=asm,
+        **down,
     )  # fmt: skip
-    _sum[(tokens, -(-d // 1024))](parts, picks, out, d, top_k, SIZE=1024, CHAINED=False)
-    return out

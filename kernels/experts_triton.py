@@ -183,7 +183,7 @@ def _prepare(
     else:
         every = tl.arange(0, PICKS)
         slots = tl.load(picks + every, mask=every < count, other=-1)
-        same = (slots[:, None] == slots[None, :]) & (slots >= 0)[:, None]  # [of, among]
+        same = slots[:, None] == slots[None, :]  # [of, among]
         before = tl.sum((same & (every[None, :] < every[:, None])).to(tl.int32), 1)
         first = (before == 0) & (slots >= 0)
         order = tl.cumsum(first.to(tl.int32), 0) - 1
@@ -315,11 +315,38 @@ def _up_to(width: int, multiple: int) -> int:
     return -(-width // multiple) * multiple
 
 
+def _can_chain(x: Tensor, asm: bool) -> bool:
+    return asm and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
 def grouped_experts(
     x: Tensor, slots: Tensor, record: ExpertRecord, picks: Tensor, weights: Tensor, limit: float, asm: bool = True
 ) -> Tensor:
-    """x [T, D] fp32, rounded as activation, T <= MAX_ROWS; slots [S, slot_bytes] uint8; picks [T, k] int32 slots, -1:
-    none, no slot twice in a row; weights [T, k] fp32 -> [T, D] fp32: this rank's part, as the reference rounds it."""
+    """x [T, D], rounded as activation, T <= MAX_ROWS; slots [S, slot_bytes] uint8; picks [T, k] int32 slots, -1: none,
+    no slot twice in a row; weights [T, k] fp32 -> [T, D] fp32: this rank's part, as the reference rounds it."""
+    (tokens, top_k), d = picks.shape, record.hidden
+    picks = picks.to(torch.int32).contiguous()
+    outputs = torch.empty(tokens, top_k, d, dtype=torch.float32, device=x.device)
+    pick_outputs(outputs, x, slots, record, picks, weights, limit, asm)
+    out = torch.empty(tokens, d, dtype=torch.float32, device=x.device)
+    chained = _can_chain(x, asm)
+    launch = {"launch_pdl": True} if chained else {}
+    _sum[(tokens, -(-d // 1024))](outputs, picks, out, d, top_k, SIZE=1024, CHAINED=chained, **launch)
+    return out
+
+
+def pick_outputs(
+    outputs: Tensor,
+    x: Tensor,
+    slots: Tensor,
+    record: ExpertRecord,
+    picks: Tensor,
+    weights: Tensor,
+    limit: float,
+    asm: bool = True,
+) -> None:
+    """As `grouped_experts`, but every pick's own output goes to its place of outputs [T, k, D] fp32, contiguous; the
+    places of picks without a slot stay as they are."""
     tokens, top_k = picks.shape
     if tokens > MAX_ROWS:
         raise ValueError(f"{tokens} rows, a decode step has {MAX_ROWS} at most")
@@ -336,9 +363,7 @@ def grouped_experts(
     hidden = torch.empty(count, hidden_width, dtype=torch.float16, device=x.device)
     if hidden_width != n:
         hidden.zero_()
-    parts = torch.empty(count, d, dtype=torch.float32, device=x.device)
-    out = torch.empty(tokens, d, dtype=torch.float32, device=x.device)
-    chained = asm and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    chained = _can_chain(x, asm)
     shape = {"PICKS": every, "M": m, "ASM": asm, "CHAINED": chained}
     launch = {"launch_pdl": True} if chained else {}
     _prepare[(tokens + 1,)](
@@ -353,9 +378,7 @@ def grouped_experts(
     )  # fmt: skip
     block, rows = DOWN["BLOCK"], DOWN_ROWS if d % DOWN_ROWS == 0 else 32  # a width is a multiple of 32
     _down[(d // rows, count)](
-        _tiles(slots, record, w2, rows, block), slots, record.slot_bytes, table, weights, hidden, parts, limit,
+        _tiles(slots, record, w2, rows, block), slots, record.slot_bytes, table, weights, hidden, outputs, limit,
         hidden_width // block, n // 32, d, s2.offset, hidden_width, ROWS=rows, WHOLE=n % block == 0, **shape, **DOWN,
         **launch,
     )  # fmt: skip
-    _sum[(tokens, -(-d // 1024))](parts, picks, out, d, top_k, SIZE=1024, CHAINED=chained, **launch)
-    return out

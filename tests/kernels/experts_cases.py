@@ -84,6 +84,20 @@ def error(device: str, shape: Shape, whole: bool) -> float:
     return float((fast(device, x, slots, record, picks, weights) - wanted).norm() / wanted.norm())
 
 
+def check_parts(device: str, shape: Shape) -> None:
+    """Experts computed in two calls, as they arrive, and added by the reference have the bits of one call for all."""
+    x, slots, record, picks, weights = [
+        one.to(device) if isinstance(one, Tensor) else one for one in problem(shape, False, 3)
+    ]
+    form = experts_triton if len(picks) <= experts_triton.MAX_ROWS else experts_chunk_triton
+    outputs = torch.full((*picks.shape, record.hidden), torch.nan, device=device)
+    for here in (picks % 2 == 0, picks % 2 == 1):
+        part = torch.where(here, picks, -1)
+        form.pick_outputs(outputs, x, slots, record, part, weights, LIMIT, asm=device == "cuda")
+    whole = form.grouped_experts(x, slots, record, picks, weights, LIMIT, asm=device == "cuda")
+    assert torch.equal(experts.sum_of_picks(outputs), whole), "what was computed first or later leaves a trace"
+
+
 def check_rows(device: str, shape: Shape) -> None:
     """A row of a decode step has the bits that it has alone; a pick without a slot counts for nothing."""
     x, slots, record, picks, weights = problem(shape, False, 1)
@@ -107,6 +121,8 @@ def main(device: str) -> None:
         assert exact < 1e-5, "sums of whole numbers are exact: another exponential alone may differ"
         assert rounded < 2e-3, "beyond what a few flips of the 8-bit rounding do"
     check_rows(device, SMALL[0] if device == "cpu" else LARGE[2])
+    for shape in (SMALL[1], CHUNKS[0]) if device == "cpu" else (LARGE[1], LARGE_CHUNKS[1]):
+        check_parts(device, shape)
     given = problem(CHUNKS[0] if device == "cpu" else LARGE_CHUNKS[1], False, 2)
     assert torch.equal(fast(device, *given), fast(device, *given)), "a chunk's bits vary"
     print("ok")
