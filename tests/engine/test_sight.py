@@ -5,6 +5,7 @@ import hashlib
 
 import numpy as np
 import pytest
+import torch
 from engine_fakes import Bench, request
 from msgspec.structs import replace
 from real_pair import Living, Served
@@ -12,6 +13,7 @@ from test_caches import LONG, RAM, ask, cached, model
 
 from tided.engine.build import OpenedModel, open_model
 from tided.engine.scheduler import Scheduler
+from tided.engine.sight import Sight
 from tided.engine.types import Failed, ImageSpan, Pixels, Request
 from tided.errors import PairError, RequestError
 from tided.models.deepseek_v41.vision import Vision
@@ -129,6 +131,30 @@ def test_a_lane_that_is_parked_inside_an_image_goes_on(alone, monkeypatch, chunk
     served = serve(seeing(ranks), [TWO_IMAGES], cache_dir=tmp_path)
     assert served.stats("two")["parked"] == 1
     assert served.tokens("two") == alone.tokens("two")
+
+
+class Rows:
+    """A model that sees rows with their own numbers, and counts how often."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def see(self, height: int, width: int, data: bytes) -> torch.Tensor:
+        self.seen += 1
+        return torch.arange(TOKENS, dtype=torch.float32).unsqueeze(1) + 100 * data[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 64, 100])
+def test_each_token_gets_its_own_row_however_chunks_cut(chunk):
+    rows = Rows()
+    sight, found = Sight(rows), {}
+    sight.keep("two", [Pixels(b"\1"), Pixels(b"\2")])
+    for start in range(0, 100, chunk):
+        pictured = sight.of_chunk(0, TWO_IMAGES, start, min(100, start + chunk))
+        if pictured is not None:
+            found |= dict(zip((pictured.places + start).tolist(), pictured.rows.flatten().tolist(), strict=True))
+    assert found == {10 + at: 100 + at for at in range(TOKENS)} | {60 + at: 200 + at for at in range(TOKENS)}
+    assert (rows.seen, sight.cut) == (2, set())
 
 
 def test_a_request_that_is_cancelled_between_chunks_leaves_nothing():
