@@ -1,6 +1,6 @@
 """Times the expert kernels on this GPU, at the shapes of one rank's half of DeepSeek-V4.1-Flash.
 
-    python bench/gpu.py [--rounds 10] [--repeats 3]
+    PYTHONPATH=. python bench/gpu.py [--rounds 10] [--repeats 3]
 
 A decode step's times are of a captured graph, each launch with other experts, so that nothing is found in the L2 cache.
 `share`: bytes of the distinct experts over time, as a part of what a kernel that only reads reaches in the same run.
