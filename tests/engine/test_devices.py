@@ -105,12 +105,12 @@ def test_the_layer_behind_the_trunk_is_counted_with_its_experts(ranks):
     """GLM-5.3."""
     model = opened(ranks, 64, path=GLM, draft="acceptance")
     rank = build_rank(model, Part(ranks), first_pairs(model), lambda *_: None)
-    (drafter,) = [need for need in needs(model) if need.what == "drafter"]
+    (drafter,) = [need for need in needs(model, 0) if need.what == "drafter"]
     owned = rank.model.drafter
     shared = {id(part) for part in (owned.head, owned.rotations, *vars(owned.rotations).values())}
     parts = {id(part): part for part in tensors(owned, shared | {id(rank.model.pool)})}
     assert 0 <= sum(part.nbytes for part in parts.values()) - drafter.nbytes < 8192  # norms, routing tables
-    context = next(need for need in needs(model) if need.what == "context")
+    context = next(need for need in needs(model, 0) if need.what == "context")
     held = rank.model.pool
     assert context.nbytes == sum(t.nbytes for kind in (held.rows, held.keys) for t in kind.values())
 

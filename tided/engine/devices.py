@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from tided.control.memory import available_bytes
 from tided.errors import UnavailableError
 from tided.settings import Parallel, Settings
 
@@ -86,11 +87,7 @@ def free_bytes(on_cuda: bool) -> int | None:
     """Memory that can be allocated, what the system would give back included; None where nothing tells."""
     if on_cuda and not _is_unified():
         return int(torch.cuda.mem_get_info()[0])
-    try:
-        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) << 10
-    except (OSError, ValueError, LookupError):
-        return None
+    return available_bytes(MEMINFO)
 
 
 def _is_unified() -> bool:
