@@ -149,7 +149,8 @@ class Server:
         self.engine.take_in()
         calls, opening_s, blocks, count = self._model.calls, None, [], 0
         while not any(isinstance(event, Finished) for event in self._events[-1:]) and not self._failures:
-            self.engine.turn() or time.sleep(IDLE_S)  # a prompt is looked up on a thread
+            if not self.engine.turn():
+                time.sleep(IDLE_S)  # a prompt is looked up on a thread
             came = sum(len(event.token_ids) for event in self._events if isinstance(event, Tokens))
             if came and opening_s is None:
                 opening_s = executor.draft_s
