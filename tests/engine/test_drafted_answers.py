@@ -43,6 +43,10 @@ class Prompter:
     def __getattr__(self, name):
         return getattr(self._model, name)
 
+    def knows(self, request, place: int) -> bool:
+        """Whether the token behind this place of the answer is proposed right."""
+        return place * 7 % 4 > 0
+
     def propose(self, lanes, anchors, choose):
         draft = self._model.propose(lanes, anchors, choose)
         ids = draft.ids.clone()
@@ -52,7 +56,7 @@ class Prompter:
                 if 0 <= done < len(answer) and answer[done] == anchor:
                     known = answer[done + 1 : done + 1 + ids.shape[1]]
                     for place, token in enumerate(known):
-                        if (done + place) * 7 % 4:
+                        if self.knows(request, done + place):
                             ids[row, place] = token
         return Draft(ids, draft.logits, draft.confidence)
 
