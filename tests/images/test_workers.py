@@ -11,11 +11,10 @@ import pytest
 from PIL import Image
 
 from tests.images.test_decode import GEOMETRY, GREEN, RED, file, flat, palette
-from tided.images import workers as module
 from tided.images.decode import decode
 from tided.images.types import Limits, RefusedImageError
-from tided.images.worker import read_part, write_parts
 from tided.images.workers import Workers
+from tided.processes import read_part, write_parts
 
 LIMITS = Limits(pixels=100_000_000)
 SMALL = file(flat(RED))
@@ -29,7 +28,7 @@ def pool() -> Iterator[Workers]:
 
 
 def process(pool: Workers) -> "subprocess.Popen[bytes]":
-    (one,) = [found for found in pool._running if found.poll() is None]
+    (one,) = [found for found in pool._processes._running if found.poll() is None]
     return one
 
 
@@ -66,7 +65,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Another program in the place of the next process."""
     popen = subprocess.Popen
     monkeypatch.setattr(
-        module.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", program], **options)
+        subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", program], **options)
     )
 
 
@@ -94,7 +93,7 @@ def test_a_job_has_its_time(monkeypatch):
         scripted(patched, "import time; time.sleep(600)")
         assert refusal(pool, SMALL) == "decoding it takes longer than 0.2 s"
     pool.close()
-    assert not [found for found in pool._running if found.poll() is None]
+    assert not [found for found in pool._processes._running if found.poll() is None]
 
 
 def test_closing_ends_the_processes(pool):
