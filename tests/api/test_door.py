@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from scripted_engine import Server, flow, said, until
 
+from tided.api.door import Connection
 from tided.api.ports import Limits
 
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
@@ -175,6 +176,151 @@ async def test_a_reply_that_is_being_read_is_not_cut(serve):
             found += (await asyncio.to_thread(slow.recv, 1 << 20)).count(b'"openapi":')
         for _, writer in ends:
             writer.close()
+
+
+def deaf(server: Server, data: bytes) -> socket.socket:
+    """Sends what it can, and reads nothing."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.connect(("127.0.0.1", server.port))
+    one.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        one.send(data)
+    return one
+
+
+def small_buffers(server: Server) -> None:
+    """Of the server's sockets: what they do not take stays with their transports."""
+    for held in server.door.held:
+        held._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+PAGE = b"GET /expert-map HTTP/1.1\r\nHost: x\r\n\r\n"
+DOCUMENT = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"  # forty times as long
+
+
+@pytest.mark.parametrize("asked", [PAGE * 16, PAGE * 1000], ids=["few", "many"])
+async def test_who_reads_nothing_gives_way(serve, asked):
+    """Also where its reply fits into the transport, which then never asks anybody to wait."""
+    server = await serve(Limits(stall_s=0.3, idle_s=0.3), max_connections=4)
+    ends = [deaf(server, b"") for _ in range(4)]
+    await until(lambda: len(server.door.held) == 4)
+    small_buffers(server)
+    for one in ends:
+        one.send(asked)
+    await until(lambda: len(server.door.idle) == 4 and not any(map(Connection.at_rest, server.door.idle)))
+    if len(asked) == 16 * len(PAGE):
+        assert all(held._transport.get_write_buffer_size() < 1 << 16 for held in server.door.idle)
+    await until(lambda: not server.door.held)
+    reader, writer = await connect(server, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+    for one in [*ends, writer]:
+        one.close()
+
+
+async def test_who_asks_and_asks_and_reads_nothing_gives_way_too(serve):
+    """Each further request leaves more unread; it is no sign of a reader."""
+    server = await serve(Limits(stall_s=0.3, idle_s=30))
+    one = deaf(server, b"")
+    await until(lambda: len(server.door.held) == 1)
+    small_buffers(server)
+    one.send(PAGE * 16)
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(10):
+            while server.door.held:
+                await asyncio.sleep(0.05)
+                one.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert not server.door.held
+    one.close()
+
+
+async def test_who_reads_slowly_is_not_dropped(serve):
+    """A little between two looks, over many of them."""
+    server = await serve(Limits(stall_s=0.3, idle_s=30))
+    one = deaf(server, DOCUMENT * 60)
+    await until(lambda: bool(server.door.idle) and not any(map(Connection.at_rest, server.door.idle)))
+    (held,) = server.door.held
+    for _ in range(6):
+        look = held._look
+        one.recv(8192)
+        await until(lambda look=look: held._look is not look)
+        assert held in server.door.held
+    one.close()
+
+
+async def test_a_connection_that_is_closed_does_not_wait_for_a_reader(serve, monkeypatch):
+    lost, plain = [], Connection.connection_lost
+    monkeypatch.setattr(Connection, "connection_lost", lambda self, exc: (lost.append(self), plain(self, exc)))
+    server = await serve(Limits(stall_s=0.2, idle_s=30))
+    one = deaf(server, b"")
+    await until(lambda: len(server.door.held) == 1)
+    small_buffers(server)
+    (held,) = server.door.held
+    held._transport.write(bytes(1 << 15))
+    await until(lambda: not held.at_rest())
+    held.close()
+    await until(lambda: lost == [held])
+    one.close()
+
+
+HALF = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["with the first", "while it is busy"])
+async def test_a_half_head_behind_a_request_has_its_time_too(serve, engine, early):
+    server = await serve(PATIENT, head_timeout_s=0.3)
+    payload = json.dumps(said("hi", stream=True)).encode()
+    if early:
+        reader, writer = await connect(server, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + HALF)
+    else:
+        reader, writer = await connect(server, LINE + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)
+        await until(lambda: len(engine.answers) == 1)
+        (held,) = server.door.held
+        writer.write(HALF)
+        await until(lambda: held._end == HALF[-4:])
+        engine.answers[0].start().say("</think>x").finish()
+    found = await rest_of(reader)
+    assert (found.count(b" 200 OK"), found.count(b" 408 ")) == (1, 1)
+    writer.close()
+
+
+@pytest.mark.parametrize("count", [1, 3], ids=["alone", "pipelined"])
+async def test_a_body_in_pieces_and_whole_heads_leave_a_connection_in_peace(serve, engine, count):
+    server = await serve(PATIENT, head_timeout_s=0.2)
+    engine.script("</think>x")
+    payload = json.dumps(said("hi")).encode()
+    reader, writer = await connect(server, LINE + b"Content-Length: %d\r\n\r\n" % len(payload) + payload[:5])
+    await until(lambda: any(held._busy for held in server.door.held))
+    writer.write(payload[5:] + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * (count - 1))
+    for _ in range(count):
+        await asyncio.wait_for(reader.readuntil(b" 200 OK"), 10)
+    late_reader, late = await connect(server, HALF)
+    assert b" 408 " in await rest_of(late_reader)  # so the other has been idle as long
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert (await rest_of(reader)).count(b" 200 OK") == 1
+    late.close()
+    writer.close()
+
+
+async def test_whole_heads_may_wait_for_a_slow_reader(serve):
+    """Longer than a head may take to come."""
+    server = await serve(PATIENT, head_timeout_s=0.1)
+    one = deaf(server, DOCUMENT * 60)
+    await until(lambda: bool(server.door.idle) and not any(map(Connection.at_rest, server.door.idle)))
+    with contextlib.suppress(BlockingIOError):
+        one.send(PAGE)
+    reader, writer = await connect(server, HALF)
+    assert b" 408 " in await rest_of(reader)
+    found, loop = 0, asyncio.get_running_loop()
+    async with asyncio.timeout(20):
+        tail = b""
+        while found < 61:
+            got = await loop.sock_recv(one, 1 << 20)
+            assert got
+            found += (tail + got).count(b"HTTP/1.1 200") - tail.count(b"HTTP/1.1 200")
+            tail = got[-11:]
+    one.close()
+    writer.close()
 
 
 async def test_where_all_are_busy_one_more_is_refused(serve, engine):

@@ -2,21 +2,26 @@
 
 A connection is idle until the head of a request is whole, and when its reply is written. There are never more than
 `server.max_connections`: whoever comes then takes the place of the one that has been idle longest, and is refused where
-all are busy. So neither thousands of idle connections nor heads that drip keep others out. Bodies, answers and readers
-have limits of their own (`ports.Limits`).
+all are busy. So neither thousands of idle connections nor heads that drip keep others out. A reply that is still being
+read is not cut; who takes nothing of it from one look to the next, `Limits.stall_s` later, is dropped. Bodies and
+streams have limits of their own (`ports.Limits`).
 """
 
 import asyncio
+import fcntl
 import logging
 import socket
+import sys
+import termios
 from typing import Self, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from tided.api.context import CONTEXT
 
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_HEAD_END = b"\r\n\r\n"
 
 
 class _Wordless(logging.Filter):
@@ -36,8 +41,8 @@ log.addFilter(_Wordless())
 class Door:
     """An application's open port. `close` in any case."""
 
-    def __init__(self, runner: web.AppRunner, most: int, head_s: float) -> None:
-        self.head_s = head_s
+    def __init__(self, runner: web.AppRunner, most: int, head_s: float, stall_s: float) -> None:
+        self.head_s, self.stall_s = head_s, stall_s
         self.held: set[Connection] = set()
         self.idle: dict[Connection, None] = {}  # in the order in which they became it
         self._runner, self._most = runner, most
@@ -48,7 +53,7 @@ class Door:
         """`listener` is bound; it is closed with the door, or by its owner when this fails."""
         runner, server = _runner(app), app[CONTEXT].served.settings.server
         await runner.setup()
-        door = cls(runner, server.max_connections, server.head_timeout_s)
+        door = cls(runner, server.max_connections, server.head_timeout_s, app[CONTEXT].limits.stall_s)
         door._server = await asyncio.get_running_loop().create_server(door._connection, sock=listener)
         return door
 
@@ -78,13 +83,23 @@ class Door:
 
 
 class Connection(asyncio.Protocol):
-    """Between a transport and aiohttp's handler of it."""
+    """Between a transport and aiohttp's handler of it.
+
+    Two timers: of a head that has begun, and of a reply that is not all sent when its request is over. A reply that
+    fits into the transport's buffer never pauses writing, and aiohttp's own close waits for that buffer for ever:
+    so what is left in it is looked at, whatever else happens.
+    """
 
     def __init__(self, door: Door, handler: asyncio.Protocol) -> None:
         self._door, self._handler = door, handler
         self._transport: asyncio.Transport | None = None  # None: not let in
         self._timer: asyncio.TimerHandle | None = None  # of a head that has begun
+        self._look: asyncio.TimerHandle | None = None  # the next, while anything may be unread
+        self._unread: int | None = None  # bytes, at the last look; None: none, or something has been taken since
         self._busy = False
+        self._body: StreamReader | None = None  # of the request that is busy
+        self._beyond = False  # whether what came last is behind that request
+        self._end = b""  # of what came: its last four bytes
 
     @classmethod
     def of(cls, request: web.Request) -> Self | None:
@@ -92,17 +107,23 @@ class Connection(asyncio.Protocol):
         protocol = request.transport.get_protocol() if request.transport is not None else None
         return protocol if isinstance(protocol, cls) else None
 
-    def begun(self) -> None:
+    def begun(self, request: web.Request) -> None:
         """The head of a request is whole."""
-        self._busy = True
+        self._busy, self._body, self._beyond = True, request.content, not request.body_exists
         self._door.idle.pop(self, None)
         self._stop_timer()
+        if self.at_rest():
+            self._unread = None
 
     def over(self) -> None:
-        """The request has its reply."""
-        self._busy = False
-        if self in self._door.held:
-            self._door.idle[self] = None
+        """The request has its reply, which is about to be written."""
+        self._busy, self._body = False, None
+        if self not in self._door.held:
+            return
+        self._door.idle[self] = None
+        self._watch()
+        if self._beyond and self._end != _HEAD_END:  # part of the next head, or a whole one with a body
+            self._start_timer()
 
     def at_rest(self) -> bool:
         """All that was said has been sent."""
@@ -112,6 +133,7 @@ class Connection(asyncio.Protocol):
         self._door.forget(self)
         if self._transport is not None:
             self._transport.close()
+            self._watch()  # it waits for what is not sent
 
     # asyncio.Protocol
 
@@ -127,8 +149,11 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._transport is None:
             return
-        if not self._busy and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._door.head_s, self._late)
+        if not self._busy:
+            self._start_timer()
+        elif self._body is not None and self._body.is_eof():
+            self._beyond = True
+        self._end = (self._end + data[-4:])[-4:]
         self._handler.data_received(data)
 
     def eof_received(self) -> bool | None:
@@ -136,6 +161,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._look is not None:
+            self._look.cancel()
         self._door.forget(self)
         if self._transport is not None:
             self._handler.connection_lost(exc)
@@ -144,7 +171,12 @@ class Connection(asyncio.Protocol):
         self._handler.pause_writing()
 
     def resume_writing(self) -> None:
+        self._unread = None
         self._handler.resume_writing()
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._door.head_s, self._late)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -153,9 +185,37 @@ class Connection(asyncio.Protocol):
 
     def _late(self) -> None:
         self._timer = None
-        if self._transport is not None:
+        if not self.at_rest():  # whole heads wait until the reply before theirs is read: looks limit that
+            self._start_timer()
+        elif self._transport is not None:
             self._transport.write(_LATE)
             self.close()
+
+    def _watch(self) -> None:
+        if self._look is None and self._transport is not None:
+            self._look = asyncio.get_running_loop().call_later(self._door.stall_s, self._looked)
+
+    def _looked(self) -> None:
+        """While a request is busy its own limits count: a stream's (`sse.EventStream`), a body's."""
+        assert self._transport is not None
+        self._look, left = None, _unread_bytes(self._transport)
+        if not self._busy and self._unread is not None and left >= self._unread:
+            self._transport.abort()
+        elif left:
+            self._unread = None if self._busy else left
+            self._watch()
+        else:
+            self._unread = None
+
+
+def _unread_bytes(transport: asyncio.Transport) -> int:
+    """What the client's machine has not acknowledged, once the socket is full; 0 before. The socket takes more only
+    when a third of it is free: who reads slowly would seem not to read."""
+    left = transport.get_write_buffer_size()
+    if left:
+        queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        left += int.from_bytes(queued, sys.byteorder)
+    return left
 
 
 def _runner(app: web.Application) -> web.AppRunner:

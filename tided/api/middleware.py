@@ -28,7 +28,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     request[NOTE] = note = Note(request_id(request.headers.get("x-request-id")))
     started_s, status = time.monotonic(), _CLIENT_GONE
     if connection := Connection.of(request):
-        connection.begun()
+        connection.begun(request)
     try:
         response = await _answer(request, handler)
         status = response.status
