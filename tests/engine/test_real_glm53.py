@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 from real_pair import GLM, Served, opened
 from safetensors.torch import load_file
+from test_drafted_answers import Prompter
 
 from tided.engine.build import open_model
 from tided.engine.offline import logits
@@ -75,10 +76,17 @@ def test_beside_another_lane_with_drafts_and_without_an_answer_is_the_same(resid
     same_answers(Served(glm(resident=resident, draft=draft), REQUESTS), resident)
 
 
-def test_drafts_of_the_golden_model_are_taken_at_times():
-    """It is random, but its drafter sees what it computes."""
-    served = Served(glm(draft="5"), REQUESTS)
-    assert sum(served.stats(one.request_id)["spec"]["drafted"] for one in REQUESTS) > 40
+def test_drafts_that_are_right_are_taken_and_change_nothing():
+    """The golden drafter is random and never right, so a prompter that knows the plain answers speaks through it."""
+
+    def prepare(served: Served) -> None:
+        for rank in served.ranks:
+            rank.executor.model = Prompter(rank.model, REQUESTS, plain())
+
+    served = Served(glm(draft="3"), REQUESTS, prepare=prepare)
+    same_answers(served)
+    spec = [served.stats(one.request_id)["spec"] for one in REQUESTS]
+    assert 10 < sum(one["accepted"] for one in spec) < sum(one["drafted"] for one in spec)
 
 
 @pytest.mark.parametrize("draft", ["off", "3"])

@@ -90,10 +90,10 @@ def write(path: Path, layouts: dict[str, Callable[[Tensor], Stored]]) -> tuple[P
         leaves, value = chosen(tensor)
         stored |= {f"{layer}.{key}": part.contiguous() for key, part in leaves.items()}
         meant[name] = value.to(torch.bfloat16) if ".experts." in layer else value
-    return _saved(path / "stored", stored), _saved(path / "meant", meant)
+    return saved(path / "stored", stored), saved(path / "meant", meant)
 
 
-def _saved(path: Path, tensors: dict[str, Tensor]) -> Path:
+def saved(path: Path, tensors: dict[str, Tensor]) -> Path:
     path.mkdir(parents=True)
     save_file(tensors, path / "model.safetensors")
     shutil.copyfile(GLM / "config.json", path / "config.json")

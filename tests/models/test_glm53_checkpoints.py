@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from kernels.record import ExpertRecord
 from packers.shards import Checkpoint
-from tests.models.glm53_checkpoint import fp8, mxfp4, packed_mxfp4, padded, trellis, with_config, write
+from tests.models.glm53_checkpoint import fp8, mxfp4, packed_mxfp4, padded, saved, trellis, with_config, write
 from tests.models.rig import GLM, Threads, load_model, settings
 from tided.errors import ConfigError, DataError, TensorError
 from tided.models.families import family_of
 from tided.models.glm53.config import read_config
-from tided.models.glm53.load import context_bytes
+from tided.models.glm53.load import context_bytes, expected_tensors
 from tided.models.glm53.names import experts_of, linears, plain_tensors
 
 LAYOUTS = {
@@ -54,6 +54,62 @@ def test_trellises_and_what_stands_padded_beside_them(tmp_path, ranks):
     layouts = {"o_proj": trellis, "layers.0.mlp.down_proj": trellis, ".experts.": mxfp4, "_a_proj": padded}
     stored, meant = write(tmp_path, layouts | {"kv_b_proj": padded})
     torch.testing.assert_close(answers(stored, ranks), answers(meant, ranks), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("shape", [[], [1], [0]])
+def test_a_marker_is_there_or_not_whatever_it_holds(tmp_path, shape):
+    stored, _ = write(tmp_path, {"o_proj": trellis})
+    wanted = answers(stored)
+    tensors = load_file(stored / "model.safetensors")
+    marked = {name: torch.zeros(shape, dtype=torch.int32) for name in tensors if name.endswith(".mcg")}
+    assert marked
+    save_file(tensors | marked, stored / "model.safetensors")
+    assert torch.equal(answers(stored), wanted)
+
+
+def test_signs_stand_for_scales_in_old_files(tmp_path):
+    """A set bit is -1."""
+    stored, _ = write(tmp_path, {"o_proj": trellis})
+    tensors, plain = load_file(stored / "model.safetensors"), {}
+    words = torch.tensor([0b1010_0000_0000_0001, 0x0F0F, 0, 0xFFFF] * 4, dtype=torch.int32).to(torch.int16)
+    for name in [name for name in tensors if name.endswith((".suh", ".svh"))]:
+        packed = words[: len(tensors.pop(name)) // 16].clone()
+        tensors[name.removesuffix("h")] = packed
+        bits = [int(word) >> bit & 1 for word in packed for bit in range(16)]
+        plain[name] = torch.tensor([-1.0 if bit else 1.0 for bit in bits], dtype=torch.float16)
+    old = saved(tmp_path / "old", tensors)
+    same = saved(tmp_path / "same", {k: v for k, v in tensors.items() if not k.endswith((".su", ".sv"))} | plain)
+    assert torch.equal(answers(old), answers(same))
+
+
+def test_copies_of_the_vocabulary_behind_the_trunk_are_not_read(tmp_path):
+    path = with_config(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    for copy in ("embed_tokens", "shared_head.head"):
+        tensors[f"model.layers.6.{copy}.weight"] = torch.zeros_like(tensors["lm_head.weight"])
+    save_file(tensors, path / "model.safetensors")
+    assert torch.equal(answers(path), answers(GLM))
+
+
+def test_a_file_without_the_layer_behind_the_trunk_serves_without_drafts(tmp_path):
+    """Its configuration still tells of one."""
+    path = with_config(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    trunk = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.6.")}
+    save_file(trunk, path / "model.safetensors")
+    assert torch.equal(answers(path), answers(GLM))
+    drafting = settings(path, numerics="fp32")
+    with pytest.raises(TensorError, match=r"model\.layers\.6\..* is missing"):
+        load_model(path, config=replace(drafting, engine=replace(drafting.engine, draft="3")))
+
+
+def test_experts_of_a_layer_are_stored_alike(tmp_path):
+    stored, _ = write(tmp_path, {"layers.3.mlp.experts.5.up_proj": mxfp4})
+    checkpoint = Checkpoint.open(stored)
+    with pytest.raises(
+        TensorError, match=r"experts\.5\.up_proj is stored as mxfp4, the first expert of its layer as plain"
+    ):
+        expected_tensors(checkpoint, read_config(checkpoint.config))
 
 
 def test_a_release_in_fp8_alone_says_what_is_served(tmp_path):

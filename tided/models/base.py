@@ -13,7 +13,7 @@ Choose = Callable[[int, Tensor], Tensor]
 @dataclass(frozen=True)
 class Draft:
     """For R lanes and K places: ids [R, K] int64; logits [R, K, V] fp32, what each was chosen from; confidence [R, K]
-    fp32, raw: the larger, the likelier that the token and all before it are accepted."""
+    fp32, raw, as a logit: the larger, the likelier that the token is accepted, given that all before it are."""
 
     ids: Tensor
     logits: Tensor

@@ -31,7 +31,7 @@ from tided.models.glm53.weights import Weights
 from tided.models.parallel import Group
 
 STATES = 16  # of the trunk that a context remembers: a verified block and one before it
-LONGEST = 7  # tokens of a chain
+CHAIN = 3  # tokens, where a policy chooses how many of them are verified; each costs a pass of the layer
 
 
 @dataclass
@@ -100,14 +100,12 @@ class Drafter:
         chains = [_Chain(lane, none(0, widths[0]), none(0, widths[1])) for lane in lanes]
         states = torch.cat([_state(lane, lane.position - 1) for lane in lanes])
         ids, logits, sure, token = [], [], [], anchors
-        certain = torch.zeros(len(lanes), device=states.device)
         for place in range(self.size):
             states = self._step(chains, place, self._joined(token, states))
             logits.append(self.group.concat(head.logits(states, self.head)))
             token = choose(place, logits[-1])
-            certain = certain + torch.log_softmax(logits[-1], 1).gather(1, token.unsqueeze(1)).squeeze(1)
             ids.append(token)
-            sure.append(certain)
+            sure.append(_logit(torch.log_softmax(logits[-1], 1).gather(1, token.unsqueeze(1)).squeeze(1)))
         return Draft(torch.stack(ids, 1), torch.stack(logits, 1), torch.stack(sure, 1))
 
     def _step(self, chains: Sequence[_Chain], place: int, x: Tensor) -> Tensor:
@@ -162,6 +160,10 @@ class Drafter:
         return self.numerics.store(rms_norm(x, self.block.input_norm, self.block.eps))
 
 
+def _logit(log_probability: Tensor) -> Tensor:
+    return log_probability - torch.log(-torch.expm1(log_probability.clamp(max=-1e-6)))
+
+
 def _state(lane: Context, position: int) -> Tensor:
     """[1, D]"""
     return lane.windows[0, position % STATES].to(torch.float32).unsqueeze(0)
@@ -183,12 +185,13 @@ def load_drafter(
     numerics: Numerics,
     embed: Callable[[Tensor], Tensor],
     output_head: Tensor,
+    size: int,
 ) -> Drafter:
-    """`weights` at the root; `bank` holds this layer's experts as its layer 0."""
+    """`weights` at the root; `bank` holds this layer's experts as its layer 0; `size`: tokens of a chain."""
     layer = c.num_hidden_layers
     at = weights.under(f"model.layers.{layer}")
     return Drafter(
-        LONGEST,
+        size,
         c.index_share_for_mtp_iteration,
         token_norm=at.plain("enorm.weight"),
         state_norm=at.plain("hnorm.weight"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import torch
 
 from kernels.numerics import FP32, WEIGHTS_ONLY, Numerics
@@ -10,12 +11,12 @@ from kernels.record import Codec, ExpertRecord
 from packers.shards import Checkpoint, TensorSpec
 from tided.cache.context import ContextShape
 from tided.cache.pool import PAGE_TOKENS, Layout, Pool, Source
-from tided.errors import ConfigError, DataError
+from tided.errors import ConfigError, DataError, TensorError
 from tided.experts.bank import ExpertBank
 from tided.experts.source import CheckpointSource
 from tided.models.glm53.block import load_block
 from tided.models.glm53.config import Config, read_config
-from tided.models.glm53.drafter import STATES, load_drafter
+from tided.models.glm53.drafter import CHAIN, STATES, load_drafter
 from tided.models.glm53.model import Glm53, Shape
 from tided.models.glm53.names import (
     PROJECTIONS,
@@ -35,6 +36,8 @@ from tided.models.parallel import Group
 from tided.settings import Settings
 
 FAMILY = "glm_moe_dsa"
+HEAD = "model.embed_tokens.weight"
+COPIES = ("embed_tokens", "shared_head.head")  # of the vocabulary, which some exports write twice
 
 
 def shape_of(c: Config) -> Shape:
@@ -80,7 +83,7 @@ def drafter_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
 def load(checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device) -> Glm53:
     """Reads the rank's dense weights. Raises TensorError for a checkpoint that holds other tensors than its
     configuration says, ConfigError for settings that the model cannot serve."""
-    c = read_config(checkpoint.config)
+    c = without_missing_drafter(checkpoint, read_config(checkpoint.config), settings.engine.draft)
     _check(c, settings, group)
     checkpoint.require(expected_tensors(checkpoint, c))
     numerics, weights = numerics_of(settings), Weights(checkpoint, linears(c), group, device)
@@ -105,19 +108,22 @@ def load(checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertB
         numerics=numerics,
     )
     if settings.engine.draft != "off":
-        model = _with_drafter(model, weights, c)
+        model = _with_drafter(model, weights, c, settings.engine.draft)
     checkpoint.unmap()
     return model
 
 
-def _with_drafter(model: Glm53, weights: Weights, c: Config) -> Glm53:
+def _with_drafter(model: Glm53, weights: Weights, c: Config, draft: str) -> Glm53:
     """The model with the layer behind its trunk, the experts of which are all read into memory of their own."""
     _require_drafter(c)
     record = expert_record(weights.checkpoint, c, weights.group.ranks, c.num_hidden_layers)
     names = expert_names(weights.checkpoint, c, c.num_hidden_layers)
     source = CheckpointSource(weights.checkpoint, names, record, weights.group.rank)
     bank = resident_bank(source, record, 1, c.n_routed_experts, weights.device)
-    drafter = load_drafter(weights, c, model.pool, bank, model.rotations, model.numerics, model.embedded, model.head)
+    size = int(draft) if draft.isdigit() else CHAIN
+    drafter = load_drafter(
+        weights, c, model.pool, bank, model.rotations, model.numerics, model.embedded, model.head, size
+    )
     shape = ContextShape(1, STATES, c.hidden_size, 0, 0, model.numerics.cache)
     return replace(model, drafter=drafter, context_shape=shape)
 
@@ -128,14 +134,40 @@ def _require_drafter(c: Config) -> None:
 
 
 def expected_tensors(checkpoint: Checkpoint, c: Config) -> dict[str, TensorSpec]:
-    """The whole inventory, linear layers in the layouts that they have."""
+    """The whole inventory, linear layers in the layouts that they have. Copies of the vocabulary in the layer behind
+    the trunk may be there, and are not read."""
+    layers = c.num_hidden_layers + c.num_nextn_predict_layers
     found = plain_tensors(c)
     for name, shape in linears(c).items():
         found |= expected_of(checkpoint, name, shape)
-    for layer in range(c.first_k_dense_replace, c.num_hidden_layers + c.num_nextn_predict_layers):
-        for name, shape in experts_of(c, layer).items():
-            found |= expected_of(checkpoint, name, shape)
+    for layer in range(c.first_k_dense_replace, layers):
+        found |= _expected_experts(checkpoint, c, layer)
+    copies = [f"{block(layer)}.{copy}.weight" for layer in range(c.num_hidden_layers, layers) for copy in COPIES]
+    return found | {name: found[HEAD] for name in copies if name in checkpoint.tensors}
+
+
+def _expected_experts(checkpoint: Checkpoint, c: Config, layer: int) -> dict[str, TensorSpec]:
+    """Raises TensorError where not all experts of a layer are stored alike: a record has one layout."""
+    found: dict[str, TensorSpec] = {}
+    kind = expert_layout(checkpoint, c, layer).kind
+    for name, shape in experts_of(c, layer).items():
+        layout = layout_of(checkpoint, name, *shape)
+        if layout.kind != kind:
+            raise TensorError(
+                f"{name} is stored as {layout.kind}, the first expert of its layer as {kind}",
+                where=str(checkpoint.path),
+                hint="serve a release whose experts are stored alike",
+            )
+        found |= {f"{name}.{leaf}": spec for leaf, spec in layout.leaves.items()}
     return found
+
+
+def without_missing_drafter(checkpoint: Checkpoint, c: Config, draft: str) -> Config:
+    """A file that left the layer behind the trunk out serves without drafts, whatever its configuration says."""
+    behind = f"{block(c.num_hidden_layers)}."
+    if draft != "off" or any(name.startswith(behind) for name in checkpoint.tensors):
+        return c
+    return msgspec.structs.replace(c, num_nextn_predict_layers=0)
 
 
 def expert_layout(checkpoint: Checkpoint, c: Config, layer: int) -> LinearLayout:

@@ -5,11 +5,13 @@ A linear layer's layout is told by its leaves, never by a label:
     .weight BF16, F16 or F32 [N, K]
     .weight F8_E4M3 [N, K], .weight_scale_inv or .weight_scale F32 [ceil(N / 128), ceil(K / 128)]: code times scale
     .weight or .weight_packed U8 [N, K / 2] e2m1, the low nibble first; .weight_scale U8 or F8_E8M0 [N, K / 32]
-    .trellis I16 [K / 16, N / 16, 16 * bits], .suh F16 [K], .svh F16 [N], and .mcg or .mul1 or neither: `kernels.exl3`
+    .trellis I16 [K / 16, N / 16, 16 * bits], .suh F16 [K], .svh F16 [N] (old: .su I16 [K / 16], .sv I16 [N / 16]), and
+        .mcg or .mul1 or neither: `kernels.exl3`
 
 The tool that writes EXL3 pads both dimensions of linear layers to 128, those that it leaves unquantised too.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -31,7 +33,7 @@ Kind = Literal["plain", "fp8", "mxfp4", "exl3"]
 SCALES_FP8 = ("weight_scale_inv", "weight_scale")
 SCALE_BYTES = ("U8", "F8_E8M0")
 MARKERS = ("mcg", "mul1")
-KNOWN = ("weight", "weight_packed", *SCALES_FP8, "trellis", *MARKERS)
+KNOWN = ("weight", "weight_packed", *SCALES_FP8, "trellis", "suh", "svh", "su", "sv", *MARKERS)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def layout_of(checkpoint: Checkpoint, name: str, rows: int, columns: int) -> Lay
         raise TensorError(f"tensor {name}.weight is missing", where=str(checkpoint.path))
     leaf = main.name.rpartition(".")[2]
     if leaf == "trellis":
-        return _exl3(main, [marker for marker in MARKERS if marker in found], rows, columns)
+        return _exl3(found, rows, columns)
     if main.dtype in PLAIN:
         shape = _padded(rows, columns) if main.shape == _padded(rows, columns) else (rows, columns)
         return Layout("plain", {leaf: TensorSpec(PLAIN, shape)}, shape)
@@ -75,16 +77,22 @@ def layout_of(checkpoint: Checkpoint, name: str, rows: int, columns: int) -> Lay
     raise TensorError(f"tensor {main.name} is {main.dtype}: no layout of a linear layer", where=str(checkpoint.path))
 
 
-def _exl3(trellis: TensorInfo, markers: list[str], rows: int, columns: int) -> Layout:
-    """A trellis [K / 16, N / 16, words]; the words say how many bits, the markers which codebook."""
+def _exl3(found: dict[str, TensorInfo], rows: int, columns: int) -> Layout:
+    """A trellis [K / 16, N / 16, words]: the words say how many bits, a marker of at most one element which codebook.
+    Old files have signs for scales, sixteen of them a word."""
     n, k = _padded(rows, columns)
-    words = trellis.shape[2] if len(trellis.shape) == 3 else 0
-    specs = {
-        "trellis": TensorSpec("I16", (k // exl3.TILE, n // exl3.TILE, words)),
-        "suh": TensorSpec("F16", (k,)),
-        "svh": TensorSpec("F16", (n,)),
-    }
-    return Layout("exl3", specs | {marker: TensorSpec("I32", ()) for marker in markers}, (n, k))
+    trellis = found["trellis"].shape
+    specs = {"trellis": TensorSpec("I16", (k // exl3.TILE, n // exl3.TILE, trellis[2] if len(trellis) == 3 else 0))}
+    for scale, sign, length in (("suh", "su", k), ("svh", "sv", n)):
+        if sign in found and scale not in found:
+            specs[sign] = TensorSpec("I16", (length // 16,))
+        else:
+            specs[scale] = TensorSpec("F16", (length,))
+    for marker in MARKERS:
+        if marker in found:
+            shape = found[marker].shape
+            specs[marker] = TensorSpec("I32", shape if math.prod(shape) <= 1 else ())
+    return Layout("exl3", specs, (n, k))
 
 
 def _padded(rows: int, columns: int) -> tuple[int, int]:
@@ -142,7 +150,11 @@ def _within(part: slice, length: int) -> slice:
 
 def _from_trellis(parts: dict[str, Tensor], codebook: exl3.Codebook, rows: slice, columns: slice) -> Tensor:
     """-> the cut of [N, K], fp32. Cut by whole blocks where the ranks' borders are such, or decoded whole."""
-    matrix = exl3.Exl3Matrix(parts["trellis"].clone(), parts["suh"].clone(), parts["svh"].clone(), codebook)
+    suh, svh = (
+        parts[scale].clone() if scale in parts else exl3.signs(parts[sign])
+        for scale, sign in (("suh", "su"), ("svh", "sv"))
+    )
+    matrix = exl3.Exl3Matrix(parts["trellis"].clone(), suh, svh, codebook)
     if all(part.start % exl3.BLOCK == part.stop % exl3.BLOCK == 0 for part in (rows, columns)):
         return exl3.dense(matrix.columns(rows).rows(columns))
     return exl3.dense(matrix)[rows, columns].contiguous()
