@@ -138,9 +138,10 @@ class Living:
         return ends[0] if ends else None
 
     def close(self) -> None:
-        """Ends the engine in order."""
-        self.engine.close("done")
-        self.engine.run()
+        """Ends the engine in order, unless a fault has ended it."""
+        if not self.faults:
+            self.engine.close("done")
+            self.engine.run()
         for thread in self._threads:
             thread.join(60)
             assert not thread.is_alive()

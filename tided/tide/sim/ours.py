@@ -1,4 +1,8 @@
-"""The production policy in the simulator: pilot, planner and hot reads as the engine calls them, none of them a copy.
+"""The production policy in the simulator: the pilot, planner and hot reads of the engine, none of them a copy.
+
+What the engine puts around them is not simulated: how many swaps a step begins, that the ring is looked at every few
+rows (`engine.motion`), plans inside prompts and answers, and those of a pair at rest. The engine therefore reads less
+and misses more than what is told here.
 
 `Ours` has a ring and plans; `Plans` is what is left of it without hot reads: the pilot's own plans, after a prompt and
 between requests, read in portions beside serving.
