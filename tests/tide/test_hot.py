@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tided.tide.demand import RouterShape
 from tided.tide.hot import HotReads
+from tided.tide.kin import REQUESTS
 
 SHAPE = RouterShape(layers=3, experts=16, top_k=2)
 PAIRS = SHAPE.layers * SHAPE.experts
@@ -131,6 +132,21 @@ def test_a_topic_that_comes_back_is_known_from_its_prompt_on():
     policy.prompt_done(part, lane=0)
     scores = policy.scores()
     assert scores[:, 12:15].min() > 2 * scores[:, 8:11].max()
+
+
+def test_requests_without_picks_neither_wipe_the_memory_nor_change_what_is_expected():
+    """Cancelled before the first chunk, or a whole prompt from the cache and one token."""
+    policy, topic, nothing = hot(), np.zeros((SHAPE.layers, SHAPE.experts)), np.zeros((SHAPE.layers, SHAPE.experts))
+    topic[:, 8:11] = 1.0
+    policy.request_done(topic, lane=0)
+    policy.prompt_done(topic, lane=1)
+    before, expected = policy.kin.like(topic), policy.scores().copy()
+    for _ in range(REQUESTS):
+        policy.prompt_done(nothing, lane=0)
+        np.testing.assert_array_equal(policy.scores(), expected)
+        policy.request_done(nothing, lane=0)
+    np.testing.assert_array_equal(policy.kin.like(topic), before)
+    assert before[:, 8:11].sum() == pytest.approx(SHAPE.layers, rel=0.01)
 
 
 class Book:

@@ -97,14 +97,18 @@ class HotReads:
         self.heat.rebase(scores)
 
     def prompt_done(self, mass: Grid, lane: int) -> None:
-        """mass [layers, experts]: what the lane's prompt picked, in any unit."""
-        self._like[lane] = self.kin.like(mass)
-        self.heat.set_kin(np.mean([self._like[at] for at in sorted(self._like)], axis=0))
+        """mass [layers, experts]: what the lane's prompt picked, in any unit. One of which nothing was computed, as it
+        came from the cache, says nothing."""
+        if mass.any():
+            self._like[lane] = self.kin.like(mass)
+            self.heat.set_kin(np.mean([self._like[at] for at in sorted(self._like)], axis=0))
 
     def request_done(self, mass: Grid, lane: int) -> None:
-        """mass [layers, experts]: what the lane's whole request picked, prompt and answer."""
+        """mass [layers, experts]: what the lane's whole request picked, prompt and answer. One without picks (cancelled
+        before its first chunk, or all of it from the cache) takes no other's place in the memory."""
         self._like.pop(lane, None)
-        self.kin.remember(mass)
+        if mass.any():
+            self.kin.remember(mass)
 
     def scores(self) -> Grid:
         """[layers, experts]: the expected routing weight of every pair; each layer sums to about 1."""
