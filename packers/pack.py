@@ -123,6 +123,20 @@ class PackWriter:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise UnavailableError("another process is writing this pack", where=str(self.temporary)) from e
+        if not self._is_at_its_name():
+            raise UnavailableError(
+                "another process has just finished or removed this pack",
+                where=str(self.temporary),
+                hint="run the command again: what is finished stays as it is",
+            )
+
+    def _is_at_its_name(self) -> bool:
+        """Between opening and locking, a writer that was here first may have renamed the file: it is a whole pack."""
+        try:
+            there = self.temporary.lstat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(self._fd), there)
 
     def _resume(self) -> bytearray:
         """The checksums of the records that an earlier run left intact; an empty file is started."""

@@ -301,6 +301,28 @@ def test_two_processes_do_not_write_one_pack(tmp_path):
         make(tmp_path)
 
 
+@pytest.mark.parametrize("successor", [False, True], ids=["gone", "another"])
+def test_a_pack_that_is_finished_while_a_second_writer_waits_for_its_lock_stays_whole(
+    tmp_path, monkeypatch, expected, successor
+):
+    """The second has opened the file under its temporary name; by the time it has the lock, the file is the pack."""
+    make(tmp_path)
+    pack_file, part, flock = tmp_path / NAMES[0], tmp_path / f".{NAMES[0]}.part", writing.fcntl.flock
+    pack_file.rename(part)
+
+    def finished_by_the_first(fd, operation):
+        part.rename(pack_file)
+        if successor:
+            part.touch()
+        flock(fd, operation)
+
+    monkeypatch.setattr(writing.fcntl, "flock", finished_by_the_first)
+    with pytest.raises(UnavailableError, match="has just finished or removed this pack") as caught:
+        PackWriter(pack_file, HEADERS[0])
+    assert "run the command again" in caught.value.hint
+    assert contents(tmp_path) == expected
+
+
 def test_an_error_of_the_source_ends_the_run_and_leaves_no_pack(tmp_path):
     def failing(layer, expert):
         if (layer, expert) == (1, 2):
