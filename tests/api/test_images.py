@@ -4,6 +4,7 @@ import asyncio
 import base64
 import gc
 import io
+import json
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from scripted_engine import Server, said, until
 from tided.api import images as module
 from tided.api.images import Picture, expanded
 from tided.api.ports import Limits
+from tided.api.slots import SHORT_BYTES
 from tided.chat.deepseek_v41 import IMAGE
 from tided.engine.types import ImageSpan, Pixels
+from tided.errors import ConfigError
 from tided.images.geometry import Geometry
 from tided.images.types import RefusedImageError
 from tided.settings import Cache, Vision
@@ -343,15 +346,68 @@ async def test_what_nobody_needs_any_more_is_not_counted(sees, engine, path, bod
     await asking
 
 
-async def test_too_many_images_at_once_are_refused_and_later_ones_are_not(sees, monkeypatch):
-    most = 64 * 3 * 42 * 42
-    monkeypatch.setattr(module, "MOST_HELD_BYTES", 2 * most)
-    async with sees.post(user(part(), part(), part())) as reply:
-        assert reply.status == 429
-        assert int(reply.headers["Retry-After"]) >= 1
-        assert "too many images" in (await reply.json())["error"]["message"]
-    status, _ = await sees.ask(user(part(), part()))
+LARGEST = 64 * 3 * 42 * 42
+
+
+class Stuck:
+    """Images that are being decoded until they are let go."""
+
+    def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.let_go, self._plain = 0, asyncio.Event(), server.context.images._decoded
+        monkeypatch.setattr(server.context.images, "_decoded", self.decoded)
+
+    async def decoded(self, address: str) -> Any:
+        self.begun += 1
+        await self.let_go.wait()
+        return await self._plain(address)
+
+
+async def test_too_many_images_at_once_are_refused_and_later_ones_are_not(eyes, engine, monkeypatch):
+    """Those that are being decoded count as the largest there are."""
+    monkeypatch.setattr(module, "MOST_HELD_BYTES", 2 * LARGEST)
+    engine.script("</think>ok")
+    server = await eyes(max_images=2)
+    images, stuck = server.context.images, Stuck(server, monkeypatch)
+    asking = asyncio.create_task(server.ask(user(part(), part())))
+    await until(lambda: stuck.begun == 2)
+    for _ in range(2):  # the one that is refused takes nothing
+        async with server.post(user(part())) as reply:
+            assert reply.status == 429
+            assert int(reply.headers["Retry-After"]) >= 1
+            assert "too many images" in (await reply.json())["error"]["message"]
+    asking.cancel()
+    await until(lambda: images._held_bytes == 0)
+    stuck.let_go.set()
+    status, _ = await server.ask(user(part(), part()))
     assert status == 200
+    assert images._held_bytes == 2 * 84 * 84 * 3  # what they really take: the engine has them
+    engine.answers[-1].pixels = ()
+    gc.collect()
+    assert images._held_bytes == 0
+    await server.refused(user(part(), {"type": "image_url", "image_url": url(b"none")}))
+    gc.collect()
+    await until(lambda: images._held_bytes == 0)
+
+
+async def test_more_images_than_ever_have_room_are_refused_at_the_start(eyes, monkeypatch):
+    monkeypatch.setattr(module, "MOST_HELD_BYTES", 3 * LARGEST - 1)
+    await eyes(max_images=2)
+    with pytest.raises(ConfigError, match="3 images") as refused:
+        await eyes(max_images=3)
+    assert (refused.value.where, refused.value.hint) == ("vision.max_images", "At most 2.")
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/debug/prompt", "/v1/messages/count_tokens"])
+async def test_who_waits_for_its_images_is_at_a_desk(sees, monkeypatch, path):
+    """With its body, whose data URLs are what waits."""
+    stuck, admission = Stuck(sees, monkeypatch), sees.context.admission
+    body = json.dumps(user(block() if "messages" in path else part(), max_tokens=5) | {"ignored": "x" * SHORT_BYTES})
+    asking = [asyncio.create_task(sees.ask(body, path=path)) for _ in range(3)]
+    await until(lambda: stuck.begun == 3)
+    assert (admission.at_desks, admission.held_bytes) == (3, 3 * len(body))
+    stuck.let_go.set()
+    assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 3
+    assert (admission.at_desks, admission.held_bytes) == (0, 0)
 
 
 async def test_an_image_that_waits_too_long_is_told(eyes, monkeypatch):

@@ -95,6 +95,6 @@ async def test_the_last_answers_statistics(server, engine):
     for query, count in (("", 3), ("?n=2", 2), ("?n=100", 3)):
         async with server.session.get("/v1/stats" + query) as reply:
             assert await reply.json() == {"object": "list", "data": [STATS] * count}
-    for query in ("0", "101", "-1", "x", "1e2", "9" * 50):
+    for query in ("0", "101", "-1", "x", "1e2", "9" * 50, "00000001000", "000000010" + "0" * 4400, "٣"):
         async with server.session.get(f"/v1/stats?n={query}") as reply:
             assert (reply.status, (await reply.json())["error"]["param"]) == (400, "n")

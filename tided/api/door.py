@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None  # of a head that has begun
         self._look: asyncio.TimerHandle | None = None  # the next, while anything may be unread
         self._unread: int | None = None  # bytes, at the last look; None: none, or something has been taken since
-        self._busy = False
+        self._busy = self._paused = False
         self._body: StreamReader | None = None  # of the request that is busy
         self._beyond = False  # whether what came last is behind that request
         self._end = b""  # of what came: its last four bytes
@@ -168,10 +168,14 @@ class Connection(asyncio.Protocol):
             self._handler.connection_lost(exc)
 
     def pause_writing(self) -> None:
+        self._paused = True
         self._handler.pause_writing()
 
     def resume_writing(self) -> None:
-        self._unread = None
+        self._paused, self._unread = False, None
+        if self._timer is not None:
+            self._stop_timer()
+            self._start_timer()
         self._handler.resume_writing()
 
     def _start_timer(self) -> None:
@@ -185,7 +189,7 @@ class Connection(asyncio.Protocol):
 
     def _late(self) -> None:
         self._timer = None
-        if not self.at_rest():  # whole heads wait until the reply before theirs is read: looks limit that
+        if self._paused:  # whole heads wait for the reader of the reply before theirs, who has limits of its own
             self._start_timer()
         elif self._transport is not None:
             self._transport.write(_LATE)

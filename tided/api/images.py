@@ -17,14 +17,15 @@ from tided.api.served import ServedModel
 from tided.chat.fields import refuse
 from tided.chat.messages import Image
 from tided.engine.types import ImageSpan, Pixels
-from tided.errors import RequestError
+from tided.errors import ConfigError, RequestError
 from tided.images.fetch import Fetcher
 from tided.images.geometry import Geometry
 from tided.images.source import from_data_url, is_data_url
 from tided.images.types import Decoded, Limits, RefusedImageError
 from tided.images.workers import Workers
 
-# What decoded images may take that wait for their turn in the engine, of all requests together.
+# What decoded images may take that wait for their turn in the engine, of all requests together. One that is still to be
+# decoded counts as the largest that there is.
 MOST_HELD_BYTES = 1 << 30
 MOST_FETCHES = 4  # of all requests together: each holds a file until it is decoded
 
@@ -37,18 +38,27 @@ class Picture(NamedTuple):
 
 
 class Images:
-    """The desk of one server. `geometry` None: no image comes this far. `wait_s`: for all images of a request."""
+    """The desk of one server. `geometry` None: no image comes this far. `wait_s`: for all images of a request.
+
+    Raises ConfigError where one request's images could never have room."""
 
     def __init__(
         self, served: ServedModel, geometry: Geometry | None, wait_s: float, fetcher: Fetcher | None = None
     ) -> None:
         vision = served.settings.vision
+        self._largest_bytes = geometry.max_tokens * 3 * geometry.cell**2 if geometry else 0
+        if vision.max_images * self._largest_bytes > MOST_HELD_BYTES:
+            raise ConfigError(
+                f"{vision.max_images} images of {self._largest_bytes} bytes have no room in {MOST_HELD_BYTES}",
+                where="vision.max_images",
+                hint=f"At most {MOST_HELD_BYTES // self._largest_bytes}.",
+            )
         self._served, self._geometry, self._vision = served, geometry, vision
         self._fetcher = fetcher or Fetcher(vision.url_hosts, vision.max_image_bytes, vision.url_timeout_s)
         self._workers = Workers(geometry, Limits(vision.max_pixels), vision.decode_timeout_s) if geometry else None
         self._fetches = asyncio.Semaphore(MOST_FETCHES)
         self._wait_s = wait_s
-        self._held_bytes, self._lock = 0, threading.Lock()
+        self._held_bytes, self._lock = 0, threading.RLock()  # pixels may be collected while it is held
 
     def close(self) -> None:
         if self._workers is not None:
@@ -76,8 +86,10 @@ class Images:
         most = self._vision.max_images
         if len(images) > most:
             refuse(images[most].param, f"{len(images)} images, at most {most} are allowed")
-        self._refuse_crowd(len(images))
+        self._reserve(len(images))
         tasks = [asyncio.create_task(self._picture(image)) for image in images]
+        for task in tasks:  # also for one that is cancelled before it has begun
+            task.add_done_callback(lambda _: self._add(-self._largest_bytes))
         try:
             async with asyncio.timeout(self._wait_s):
                 return list(await asyncio.gather(*tasks))
@@ -107,10 +119,13 @@ class Images:
             data = await self._fetcher.fetch(url)
             return await asyncio.wrap_future(self._workers.decode(lambda: data))
 
-    def _refuse_crowd(self, images: int) -> None:
-        assert self._geometry is not None
-        most = self._geometry.max_tokens * 3 * self._geometry.cell**2
-        if self._held_bytes + images * most > MOST_HELD_BYTES:
+    def _reserve(self, images: int) -> None:
+        """Room for the largest there are, before any of them is decoded: others come meanwhile."""
+        most = images * self._largest_bytes
+        with self._lock:
+            fits = self._held_bytes + most <= MOST_HELD_BYTES
+            self._held_bytes += most if fits else 0
+        if not fits:
             raise RequestError(
                 "too many images are waiting; try again in a moment",
                 status=429,

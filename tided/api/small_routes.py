@@ -63,9 +63,10 @@ async def model(request: web.Request) -> web.Response:
 async def stats(request: web.Request) -> web.Response:
     """GET /v1/stats: what the last answers cost, the newest first."""
     query = request.query.get("n", "10")
-    if not (query.isascii() and query.isdigit() and 1 <= int(query[:9]) <= MOST_STATS):
+    count = int(query) if query.isascii() and query.isdigit() and len(query) <= len(str(MOST_STATS)) else 0
+    if not 1 <= count <= MOST_STATS:
         raise RequestError(f"n: expected an integer, 1 to {MOST_STATS}, got {shorten(query)}", param="n")
-    return _json({"object": "list", "data": request.app[CONTEXT].engine.recent(int(query))})
+    return _json({"object": "list", "data": request.app[CONTEXT].engine.recent(count)})
 
 
 async def trace(request: web.Request) -> web.Response:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
+from tided.api.admission import Place
 from tided.api.anthropic_request import prepare_message
 from tided.api.body import parse_object
 from tided.api.context import CONTEXT, Context
@@ -44,10 +45,11 @@ class Asked(NamedTuple):
 
 async def tokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    asked = await _received(request, context, tokenize_asked)
-    ids = asked.ids
-    if asked.conversation is not None:
-        ids = (await context.images.seen(asked.conversation)).request.prompt_ids
+    with context.admission.desk(request.content_length) as place:
+        asked = await _received(request, context, place, tokenize_asked)
+        ids = asked.ids
+        if asked.conversation is not None:
+            ids = (await context.images.seen(asked.conversation)).request.prompt_ids
 
     def shown() -> dict[str, Any]:
         body = {"count": len(ids), "max_model_len": context.served.context_tokens, "tokens": ids}
@@ -59,15 +61,17 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def detokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    ids = await _received(request, context, detokenize_asked)
+    with context.admission.desk(request.content_length) as place:
+        ids = await _received(request, context, place, detokenize_asked)
     return await _made(context, len(ids), lambda: {"prompt": spelled(ids, context.served.tokenizer).text})
 
 
 async def debug_prompt(request: web.Request) -> web.Response:
     """With the header `anthropic-version` the body is one of /v1/messages, else of /v1/chat/completions."""
     context, messages = request.app[CONTEXT], "anthropic-version" in request.headers
-    prepared = await _received(request, context, _message_prepared if messages else prepare)
-    prepared = await context.images.seen(prepared)
+    with context.admission.desk(request.content_length) as place:
+        prepared = await _received(request, context, place, _message_prepared if messages else prepare)
+        prepared = await context.images.seen(prepared)
     ids, conversation = prepared.request.prompt_ids, prepared.chat.conversation
 
     def shown() -> dict[str, Any]:
@@ -123,10 +127,9 @@ def spelled(ids: Iterable[int], tokenizer: Tokenizer) -> Spelled:
 
 
 async def _received(
-    request: web.Request, context: Context, work: Callable[[bytes | bytearray, ServedModel, Alive], T]
+    request: web.Request, context: Context, place: Place, work: Callable[[bytes | bytearray, ServedModel, Alive], T]
 ) -> T:
-    with context.admission.desk(request.content_length) as place:
-        return await receive(request, context, place, lambda body, alive: work(body, context.served, alive))
+    return await receive(request, context, place, lambda body, alive: work(body, context.served, alive))
 
 
 def _message_prepared(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> Prepared:
