@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import random
 import socket
+from collections.abc import Iterator
 
 import pytest
 from scripted_engine import data, events, gather, said, until
@@ -232,7 +234,19 @@ async def test_the_log_says_that_a_client_left(server, engine, caplog):
 BASE = json.dumps(
     said(
         "hi",
-        tools=[{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}}}}}],
+        tools=[
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "strict": True,
+                    "parameters": {
+                        "properties": {"a": {"enum": [1, "b"]}, "c": {"const": 2}, "d": {"type": "string"}},
+                        "required": ["a"],
+                    },
+                },
+            }
+        ],
         temperature=0.5,
         stop=["x"],
         stream_options={"include_usage": True},
@@ -241,7 +255,10 @@ BASE = json.dumps(
         seed=3,
     )
 ).encode()
-VALUES = [None, True, -1, 0, 1.5, 1e308, 2**70, "", "x", "\ud800", [], {}, [[]], [{}], {"type": []}, {"a": None}]
+VALUES = [
+    *(None, True, -1, 0, 1.5, 1e308, 2**70, 10**400, "", "x", "\x7f", "\ud800"),
+    *([], {}, [[]], [{}], {"type": []}, {"a": None}),
+]
 
 
 def mutated(dice: random.Random) -> bytes:
@@ -264,12 +281,28 @@ def mutated(dice: random.Random) -> bytes:
     return json.dumps(value).encode()
 
 
+def places(node: object) -> Iterator[tuple[int | str, ...]]:
+    keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    for key in keys:
+        yield (key,)
+        yield from ((key, *rest) for rest in places(node[key]))
+
+
+def odd_at_each_place() -> Iterator[bytes]:
+    for (*way, last), odd in itertools.product(places(json.loads(BASE)), VALUES):
+        value = node = json.loads(BASE)
+        for key in way:
+            node = node[key]
+        node[last] = odd
+        yield json.dumps(value).encode()
+
+
 async def test_no_body_is_a_server_error(server, engine):
     engine.script("</think>x")
     dice = random.Random(20)
     counts: dict[int, int] = {}
-    for number in range(600):
-        body = dice.randbytes(dice.randint(0, 64)) if number % 6 == 0 else mutated(dice)
+    at_random = (dice.randbytes(dice.randint(0, 64)) if at % 6 == 0 else mutated(dice) for at in range(600))
+    for body in itertools.chain(odd_at_each_place(), at_random):
         async with server.post(body) as response:
             text = await response.text()
         counts[response.status] = counts.get(response.status, 0) + 1

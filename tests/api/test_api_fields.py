@@ -19,6 +19,7 @@ from tided.errors import RequestError
 from tided.settings import Cache, Engine, Tide
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 NAN = '{"messages": [{"role": "user", "content": "x"}], "temperature": %s}'
 
 
@@ -118,6 +119,10 @@ async def test_wrong_values_are_named(server, fields):
         ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"999999": 1}}, "logit_bias", "token ids"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "grammar"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens", "ends the answer"),
+        ({"tools": [TOOL], "tool_choice": "required", "min_tokens": 3}, "min_tokens", "grammar"),
+        ({"tools": [STRICT], "min_tokens": 3}, "min_tokens", "grammar"),
+        ({"tools": [STRICT], "ignore_eos": True}, "ignore_eos", "grammar"),
         ({"modalities": ["text", "audio"]}, "modalities", "only text"),
         ({"audio": {"voice": "x"}}, "modalities", "only text"),
         ({"functions": [{}]}, "functions", "use tools"),
@@ -146,6 +151,9 @@ async def test_fields_that_would_change_the_answer_are_refused_not_ignored(serve
         {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logprobs": False},
         {"logit_bias": {}, "response_format": {"type": "text"}, "modalities": ["text"], "top_logprobs": 0},
         {"tool_choice": "auto"},
+        {"tools": [TOOL], "min_tokens": 1},
+        {"tools": [STRICT], "tool_choice": "none", "min_tokens": 1},
+        {"response_format": {"type": "json_object"}, "min_tokens": 0, "ignore_eos": False},
     ],
     ids=str,
 )

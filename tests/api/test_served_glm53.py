@@ -273,6 +273,14 @@ async def test_strict_tools_leave_text_free_and_bind_calls(follows):
     assert await follows(body, "Only words.", "/v1/messages", "<|user|>")
 
 
+async def test_listed_strings_of_any_characters_are_held(follows):
+    listed = {"type": "object", "properties": {"a": {"enum": ["x\x7f", "y"]}}, "required": ["a"]}
+    body = message(tools=[{"name": "f", "input_schema": listed, "strict": True}], thinking={"type": "disabled"})
+    for value, fits in (("x\x7f", True), ("y", True), ("x", False)):
+        call = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+        assert await follows(body, call, "/v1/messages") is fits, value
+
+
 async def test_a_format_holds_behind_the_reasoning(follows, engine, glm):
     body = message(output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
     assert await follows(body, '{ is thought</think>{"n": 3}', "/v1/messages")

@@ -149,13 +149,14 @@ def call(name: str, *pairs: tuple[str, str]) -> str:
         (call("mixed", ("maybe", "7")), {"maybe": "7"}),
         (call("mixed", ("either", "7")), {"either": 7}),
         (call("mixed", ("either", "7.5")), {"either": "7.5"}),
+        (call("mixed", ("either", "7" * 400)), {"either": int("7" * 400)}),
         (call("mixed", ("place", '{"a": 1}')), {"place": {"a": 1}}),
         (call("mixed", ("choice", "1")), {"choice": "1"}),
         (call("unknown", ("a", "7"), ("b", '"s"'), ("c", "NaN")), {"a": 7, "b": '"s"', "c": "NaN"}),
         (call("write", ("text", "1"), ("text", "2")), {"text": "2"}),
         (call("write", ("text", "<arg_key></tool_call></think>")), {"text": "<arg_key></tool_call></think>"}),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_recovered_calls(text, expected):
     result = (

@@ -2,6 +2,11 @@
 
 import json
 import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +19,8 @@ from tided.chat.deepseek_v41 import EOS
 from tided.chat.deepseek_v41_grammar import DeepseekV41Grammar
 from tided.chat.deepseek_v41_tools import DSML, END_THINK, write_calls
 from tided.chat.fields import Fields
-from tided.chat.grammar import MOST_SCHEMA_BYTES, Grammars
+from tided.chat.grammar import MOST_SCHEMA_BYTES, Allowance, Grammars
+from tided.chat.grammar_worker import MEMORY_BYTES
 from tided.chat.messages import Tool, ToolCall
 from tided.chat.schema_types import types_of
 from tided.chat.segments import SegmentWriter
@@ -28,13 +34,15 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer) -> Grammars:
-    return Grammars(tokenizer, EOS)
+def grammars(tokenizer) -> Iterator[Grammars]:
+    made = Grammars(tokenizer, EOS)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")
 def answers(tokenizer, grammars) -> DeepseekV41Grammar:
-    return DeepseekV41Grammar(tokenizer, grammars.error)
+    return DeepseekV41Grammar(tokenizer, partial(grammars.error, param="tools"))
 
 
 def tool(name="f", required=None, **properties) -> Tool:
@@ -197,7 +205,7 @@ def test_what_cannot_be_expressed_leaves_any_json_there(tokenizer, grammars, ans
         a={"type": "array", "uniqueItems": True, "items": {"type": "integer"}, "contains": {"const": 3}},
         b={"$ref": "#/nowhere"},
     )
-    assert grammars.error(answers.json({"$ref": "#/nowhere"}))
+    assert grammars.error(answers.json({"$ref": "#/nowhere"}), "x")
     grammar = answers.calls([odd], "content", forced=True, single=False)
     assert follows(tokenizer, grammars, grammar, block(("f", {"a": [1, 2], "b": {"any": [None]}})))
     assert not follows(tokenizer, grammars, grammar, block(("f", {"a": {}, "b": 1})))
@@ -215,6 +223,25 @@ def test_shared_definitions_are_followed(tokenizer, grammars, answers):
     assert not follows(tokenizer, grammars, grammar, block(("f", {"p": {"x": "1", "name": "n"}, "s": "raw"})))
 
 
+def test_listed_strings_of_any_characters_are_held(tokenizer, grammars, answers):
+    """JSON writes DEL as it is; the library does not read it so."""
+    odd = '\x00\x1f"\\\x7f\x80\u2028\ufeff\U0010ffff'
+    named = tool("f", **{"a\x7f": {"enum": [odd, ""]}})
+    grammar = answers.calls([named], "content", forced=True, single=False)
+    assert follows(tokenizer, grammars, grammar, block(("f", {"a\x7f": odd})))
+    assert follows(tokenizer, grammars, grammar, block(("f", {"a\x7f": ""})))
+    assert not follows(tokenizer, grammars, grammar, block(("f", {"a\x7f": odd[:-1]})))
+
+
+def test_listed_strings_that_the_library_does_not_take_leave_any_text(tokenizer, grammars):
+    def usable(text: str) -> str:
+        return "lexer error" if "odd" in text and "%json" not in text else grammars.error(text, "tools")
+
+    own, listed = DeepseekV41Grammar(tokenizer, usable), tool("f", a={"enum": ["odd", "b"]})
+    grammar = own.calls([listed], "content", forced=True, single=False)
+    assert follows(tokenizer, grammars, grammar, block(("f", {"a": "any"})))
+
+
 @pytest.mark.parametrize(
     ("schema", "types"),
     [
@@ -223,6 +250,9 @@ def test_shared_definitions_are_followed(tokenizer, grammars, answers):
         ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, {"string", "integer"}),
         ({"enum": ["a", None]}, {"string", "null"}),
         ({"const": 3}, {"number", "integer"}),
+        ({"const": 10**400}, {"number", "integer"}),
+        ({"enum": [-(10**400), 1.5, 2.0]}, {"number", "integer"}),
+        ({"const": 1.5}, {"number"}),
         ({"type": "number"}, {"number", "integer"}),
         ({}, None),
     ],
@@ -276,3 +306,53 @@ def test_a_model_that_draws_at_random_can_only_write_the_schema(tokenizer, gramm
     assert set(value) == {"a", "b"}
     assert value["a"] in ("x", "yy", 3)
     assert isinstance(value["b"], bool)
+
+
+LARGE = f"start: ({' | '.join(json.dumps(f'v{at:07}') for at in range(50_000))})"
+
+
+def test_all_grammars_of_a_request_share_its_time(tokenizer):
+    own, allowance = Grammars(tokenizer, EOS), Allowance(left_s=60)
+    assert not own.error(LARGE, "x", allowance)
+    assert 0 < allowance.left_s < 60
+    (process,) = own._processes._running
+    allowance.left_s = 0.0
+    assert not own.error(LARGE, "x", allowance), "it is known"
+    with pytest.raises(RequestError, match=r"x: cannot be enforced.* more than 1 s"):
+        own.error('start: "b"', "x", allowance)
+    assert process.poll() is None, "what has no time is not begun"
+    own.close()
+
+
+def test_work_that_nobody_waits_for_ends(grammars):
+    def gone() -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        grammars.error('start: "never seen"', "x", Allowance(gone))
+
+
+def test_a_process_that_takes_too_much_memory_is_replaced(tokenizer, monkeypatch):
+    popen = subprocess.Popen
+    program = "import tided.chat.grammar_worker as w; w.MEMORY_BYTES = 100 << 20; w.main()"
+    own = Grammars(tokenizer, EOS)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", program], **more))
+        with pytest.raises(RequestError, match=r"x: cannot be enforced: .* too much memory"):
+            own.error(LARGE, "x", Allowance(left_s=60))
+    assert not own.error('start: "a"', "x")
+    own.close()
+
+
+def test_a_process_has_limits_of_its_own(tokenizer):
+    own = Grammars(tokenizer, EOS)
+    assert not own.error('start: "a"', "x")
+    (process,) = own._processes._running
+    lines = Path(f"/proc/{process.pid}/limits").read_text().splitlines()
+    limits = {line[:26].strip(): line[26:].split()[0] for line in lines}
+    assert limits["Max address space"] == str(MEMORY_BYTES)
+    assert 0 < int(limits["Max cpu time"]) < 60, "a server that is gone ends nothing"
+    own.close()
+    assert process.wait(30) == -signal.SIGKILL
+    with pytest.raises(RequestError, match="stopping"):
+        own.error('start: "b"', "x")

@@ -95,3 +95,4 @@ async def _threads(app: web.Application) -> AsyncIterator[None]:
     yield
     app[CONTEXT].slots.close()
     app[CONTEXT].images.close()
+    app[CONTEXT].served.grammars.close()

@@ -60,15 +60,16 @@ def parse_chat_request(body: Fields, served: ServedModel) -> ChatRequest:
     tools = parse_tools(body)
     single = body.boolean("parallel_tool_calls") is False
     shape = AnswerShape(choice=parse_choice(body, tools), format=parse_format(body), single=single)
-    if shape.bound and body.boolean("ignore_eos"):
-        refuse("ignore_eos", "contradicts a grammar, which ends the answer")
+    ignore_eos, min_tokens = body.boolean("ignore_eos") or False, body.integer("min_tokens", 0) or 0
+    if (ignore_eos or min_tokens) and shape.bound(shape.shown_tools(tools)):
+        refuse("ignore_eos" if ignore_eos else "min_tokens", "contradicts a grammar, which ends the answer")
     return ChatRequest(
         conversation=read_conversation(body, thinking, tools, shape, served.family),
         sampling=sampling_of(body, vocabulary_tokens),
         max_tokens=max_tokens_of(body),
         stops=stops_of(body),
         stop_ids=stop_ids_of(body, vocabulary_tokens),
-        ignore_eos=body.boolean("ignore_eos") or False,
+        ignore_eos=ignore_eos,
         max_calls=1 if single else None,
         stream=body.boolean("stream") or False,
         usage_chunk=options.boolean("include_usage") or False,
@@ -77,8 +78,8 @@ def parse_chat_request(body: Fields, served: ServedModel) -> ChatRequest:
         and body.fields("reasoning").boolean("exclude") is not True,
         show_stats=body.boolean("x_engine_stats") is not False,
         fidelity=fidelity_of(body, served.settings.tide.fidelity),
-        loop_break=loop_break_of(body, 0 if body.boolean("ignore_eos") else served.settings.engine.loop_break),
-        min_tokens=body.integer("min_tokens", 0) or 0,
+        loop_break=loop_break_of(body, 0 if ignore_eos else served.settings.engine.loop_break),
+        min_tokens=min_tokens,
         n=body.integer("n", 1, MAX_N) or 1,
         logprobs=_logprobs(body),
         reasoning_logprobs=body.boolean("logprobs_include_reasoning") or False,

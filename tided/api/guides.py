@@ -1,8 +1,11 @@
 """The grammar that an answer is held to, from its shape and its tools."""
 
+from collections.abc import Callable
+from functools import partial
+
 from tided.api.served import ServedModel
 from tided.chat.fields import refuse
-from tided.chat.grammar import Grammar
+from tided.chat.grammar import Allowance, Grammar
 from tided.chat.grammar_terms import AnswerGrammar
 from tided.chat.messages import Conversation, Start
 from tided.chat.shape import AnswerShape
@@ -22,29 +25,32 @@ class Guides:
 FREE_GUIDES = Guides(None, None, ())
 
 
-def guides_for(shape: AnswerShape, conversation: Conversation, start: Start, served: ServedModel) -> Guides:
-    """What this answer must keep to. Raises RequestError for what cannot be enforced. Runs in a thread."""
+def guides_for(
+    shape: AnswerShape, conversation: Conversation, start: Start, served: ServedModel, alive: Callable[[], None]
+) -> Guides:
+    """What this answer must keep to. Raises RequestError for what cannot be enforced. Runs in a thread; `alive` ends
+    the work by raising."""
     if shape.format is not None and conversation.continue_final and start == "content":
         refuse(shape.format.param, "a text that was begun cannot be held to a format; leave out its beginning")
-    family, tokenizer = served.family, served.tokenizer
-    text, param = _grammar(shape, conversation, start, family.grammar(tokenizer, served.grammars.error))
+    family, tokenizer, allowance = served.family, served.tokenizer, Allowance(alive)
+    usable = partial(served.grammars.error, param="tools", allowance=allowance)
+    text, param = _grammar(shape, conversation, start, family.grammar(tokenizer, usable))
     if text is None:
         return FREE_GUIDES
     after = tokenizer.special_id(family.end_think) if start == "reasoning" else None
     barred = tuple(tokenizer.special_id(token) for token in family.barred_from_reasoning)
-    return Guides(served.grammars.compile(text, param), after, barred)
+    return Guides(served.grammars.compile(text, param, allowance), after, barred)
 
 
 def _grammar(
     shape: AnswerShape, conversation: Conversation, start: Start, grammar: AnswerGrammar
 ) -> tuple[str | None, str]:
     """(the grammar's text, the field that asks for it)."""
-    names = shape.choice.names
-    tools = [tool for tool in conversation.tools if names is None or tool.name in names]
+    tools = shape.callable(conversation.tools)
     if shape.choice.mode == "required":
         return grammar.calls(tools, start, forced=True, single=shape.single), "tools"
     if shape.format is not None:
         return grammar.json(shape.format.schema, tools), shape.format.param
-    if tools and (names is not None or any(tool.strict for tool in tools)):
+    if shape.bound(tools):
         return grammar.calls(tools, start, forced=False, single=shape.single), "tools"
     return None, ""

@@ -80,7 +80,7 @@ def prepare_chat(
     prompt_ids = fitting_ids(tokenizer, prompt, served.context_tokens, wanted or 1, alive)
     max_tokens = fitting_max_tokens(chat, len(prompt_ids), served, lowers=lowers)
     alive()
-    guides = guides_for(chat.shape, chat.conversation, prompt.start, served)
+    guides = guides_for(chat.shape, chat.conversation, prompt.start, served, alive)
     request = Request(
         request_id=request_id,
         prompt_ids=prompt_ids,

@@ -68,7 +68,7 @@ class DeepseekV41Grammar:
         forms = []
         if parameter.may_be_text:
             opening = literal(f' parameter name="{parameter.name}" string="true">')
-            listed = [literal(f"{text}</") for text in parameter.listed_texts()]
+            listed = parameter.listed(behind="</")
             forms.append(f'"<" {self._mark} {opening} {either(listed) if listed else "raw"} close')
         if (value := parameter.json()) is not None:
             opening = literal(f' parameter name="{parameter.name}" string="false">')

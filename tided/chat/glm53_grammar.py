@@ -59,7 +59,7 @@ class Glm53Grammar:
         value = parameter.json()
         if not parameter.may_be_text:
             return value or "text"
-        listed = [literal(text) for text in parameter.listed_texts()]
+        listed = parameter.listed()
         if not listed:
             return "text"
         return either([*listed, *([value] if value is not None else [])])

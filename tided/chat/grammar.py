@@ -1,25 +1,38 @@
 """What a grammar lets an answer be: compiled beside the loop, followed token by token on rank 0.
 
 The library is llguidance: it needs no other package, compiles in milliseconds and makes a mask in tens of microseconds.
-Only this file knows it. Grammars are its Lark dialect, in which `<[7]>` is the token 7 and `%json {…}` a JSON schema;
-special tokens match no text.
+Only this file and its worker know it. Grammars are its Lark dialect, in which `<[7]>` is the token 7 and `%json {…}` a
+JSON schema; special tokens match no text.
+
+A compilation cannot be stopped, so each new text is tried in a process that can (`chat.grammar_worker`), and only what
+has passed there is compiled here.
 """
 
+import hashlib
 import json
+import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import llguidance
 
+from tided.chat.fields import refuse
+from tided.chat.grammar_worker import read_verdict
 from tided.chat.tokenizer import Tokenizer
 from tided.errors import RequestError
+from tided.processes import FailedJobError, Processes
+
+log = logging.getLogger("tided.chat")
 
 MOST_SCHEMA_BYTES = 1 << 20
 _KEPT = 64
+_KEPT_VERDICTS = 8192  # a line each; a request with many tools asks for hundreds
 _MOST_COMPILE_S = 1.0
+_PROCESSES = 2
 # Two characters of white space between JSON's tokens: without a bound some models write nothing else.
 _JSON_OPTIONS = {"whitespace_pattern": "[ \\n]{0,2}"}
 
@@ -27,6 +40,15 @@ _JSON_OPTIONS = {"whitespace_pattern": "[ \\n]{0,2}"}
 def json_rule(schema: dict[str, Any]) -> str:
     """A JSON value of this schema, as a term of a grammar."""
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS}, ensure_ascii=False)}"
+
+
+@dataclass
+class Allowance:
+    """What one request may still take for all its grammars together. `alive` is asked before each; it ends the work by
+    raising."""
+
+    alive: Callable[[], None] = lambda: None
+    left_s: float = field(default_factory=lambda: _MOST_COMPILE_S)
 
 
 class Grammars:
@@ -38,41 +60,82 @@ class Grammars:
         self._lock = threading.Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._processes = Processes("tided.chat.grammar_worker", _PROCESSES, first=(b'start: "a"\n',))
 
-    def error(self, text: str) -> str:
-        """Why the grammar cannot be used; empty when it can."""
-        _, problem = self._matcher(text)
+    def close(self) -> None:
+        """Ends the processes; what they were at is refused."""
+        self._processes.close()
+
+    def error(self, text: str, param: str, allowance: Allowance | None = None) -> str:
+        """Why the grammar cannot be used; empty when it can. Raises RequestError that names `param`: too large, or too
+        slow for what the request may still take."""
+        allowance = allowance or Allowance()
+        allowance.alive()
+        data = text.encode()
+        if len(data) > MOST_SCHEMA_BYTES:
+            refuse(param, f"more than {MOST_SCHEMA_BYTES} bytes of schemas")
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            if (known := self._verdicts.get(key)) is not None:
+                self._verdicts.move_to_end(key)
+                return known
+        problem = self._tried(data, param, allowance)
+        with self._lock:
+            self._verdicts[key] = problem
+            _shorten(self._verdicts, _KEPT_VERDICTS)
         return problem
 
-    def compile(self, text: str, param: str) -> "Grammar":
+    def compile(self, text: str, param: str, allowance: Allowance | None = None) -> "Grammar":
         """Raises RequestError that names `param`: too large, too slow, or not understood."""
-        if len(text) > MOST_SCHEMA_BYTES:
-            raise RequestError(f"{param}: more than {MOST_SCHEMA_BYTES} bytes of schemas", param=param)
-        matcher, problem = self._matcher(text)
-        if problem:
-            raise RequestError(f"{param}: cannot be enforced: {problem}", param=param)
+        problem = self.error(text, param, allowance)
+        matcher = None if problem else self._matcher(text)
+        if matcher is not None:
+            problem = str(matcher.get_error()).partition("\n")[0]
+        if matcher is None or problem:
+            refuse(param, f"cannot be enforced: {problem}")
+        with self._lock:
+            self._compiled[text] = matcher
+            self._compiled.move_to_end(text)
+            _shorten(self._compiled, _KEPT)
         return Grammar(matcher, self._tokenizer.vocabulary_tokens, self._end)
 
-    def _matcher(self, text: str) -> tuple[llguidance.LLMatcher, str]:
+    def _tried(self, text: bytes, param: str, allowance: Allowance) -> str:
+        """In a process. What was late there is not remembered: the machine may have been busy."""
+        slow = f"cannot be enforced: the schemas take more than {_MOST_COMPILE_S:g} s to compile; make them simpler"
+        if allowance.left_s <= 0:
+            refuse(param, slow)
+        try:
+            verdict = self._processes.ask((text,), read_verdict, allowance.left_s, allowance.alive)
+        except FailedJobError as failed:
+            if self._processes.closed:
+                raise RequestError("The server is stopping", status=503, kind="server_error") from None
+            if failed.late:
+                allowance.left_s = 0
+                refuse(param, slow)
+            log.warning("a process that compiles grammars has ended with code %s", failed.code)
+            refuse(param, "cannot be enforced: compiling the schemas takes too much memory; make them simpler")
+        allowance.left_s -= verdict.spent_s
+        return verdict.problem
+
+    def _matcher(self, text: str) -> llguidance.LLMatcher:
         with self._lock:
-            if (found := self._compiled.get(text)) is not None:
-                self._compiled.move_to_end(text)
-                return found, ""
+            known = self._compiled.get(text)
+        return known or self._new(text)
+
+    def _new(self, text: str) -> llguidance.LLMatcher:
+        with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = llguidance.LLTokenizer(
                     llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, self._end))
                 )
-        began_s = time.monotonic()
-        matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0)
-        problem = str(matcher.get_error()).partition("\n")[0]
-        if not problem and time.monotonic() - began_s > _MOST_COMPILE_S:
-            problem = f"it takes more than {_MOST_COMPILE_S:g} s to compile"
-        if not problem:
-            with self._lock:
-                self._compiled[text] = matcher
-                while len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
-        return matcher, problem
+        return llguidance.LLMatcher(self._vocabulary, text, log_level=0)
+
+
+def _shorten(kept: "OrderedDict[Any, Any]", most: int) -> None:
+    """The oldest go."""
+    while len(kept) > most:
+        kept.popitem(last=False)
 
 
 class Grammar:

@@ -12,7 +12,7 @@ from tided.chat.messages import Start, Tool
 from tided.chat.schema_types import ALL_TYPES, types_of
 
 Usable = Callable[[str], str]
-"""Why a grammar's text cannot be compiled; empty when it can (`Grammars.error`)."""
+"""Why a grammar's text cannot be compiled; empty when it can (`Grammars.error`). May raise RequestError."""
 
 
 class AnswerGrammar(Protocol):
@@ -41,10 +41,13 @@ class Parameter:
     def may_be_text(self) -> bool:
         return "string" in self._types
 
-    def listed_texts(self) -> list[str]:
-        """The strings that the schema lists; none where any will do."""
-        listed = [self._schema["const"]] if "const" in self._schema else self._schema.get("enum")
-        return [value for value in listed if isinstance(value, str)] if isinstance(listed, list) else []
+    def listed(self, behind: str = "") -> list[str]:
+        """The terms of the strings that the schema lists, each with `behind` after it; none where any string will do,
+        and where the library takes no such term."""
+        values = [self._schema["const"]] if "const" in self._schema else self._schema.get("enum")
+        texts = [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+        terms = [literal(text + behind) for text in texts]
+        return [] if terms and self._usable(f"start: {either(terms)}\n") else terms
 
     def json(self) -> str | None:
         """The term of a value that is no string; None where only a string is possible."""
@@ -66,13 +69,14 @@ def parameters_of(tool: Tool, usable: Usable) -> list[tuple[Parameter, bool]]:
     found = schema.get("properties")
     properties: dict[str, Any] = found if isinstance(found, dict) else {}
     required = schema.get("required")
-    needed = set(required) if isinstance(required, list) else set()
+    needed = {entry for entry in required if isinstance(entry, str)} if isinstance(required, list) else set()
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return [(Parameter(name, value, shared, usable), name in needed) for name, value in properties.items()]
 
 
 def literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """The library's literals are JSON's, but for DEL, which it does not take as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def either(texts: Sequence[str]) -> str:

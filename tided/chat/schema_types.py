@@ -59,8 +59,9 @@ def _type_of(value: Any) -> frozenset[str]:
         return frozenset({"null"})
     if isinstance(value, bool):
         return frozenset({"boolean"})
-    if isinstance(value, (int, float)):
-        return frozenset({"number", "integer"} if float(value).is_integer() else {"number"})
+    if isinstance(value, (int, float)):  # an integer may be beyond what a float holds
+        whole = isinstance(value, int) or value.is_integer()
+        return frozenset({"number", "integer"} if whole else {"number"})
     return frozenset({"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"})
 
 

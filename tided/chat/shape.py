@@ -1,5 +1,6 @@
 """What an answer must be: which tools it may or must call, and whether its text is JSON."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -31,10 +32,15 @@ class AnswerShape(msgspec.Struct, frozen=True):
     format: Format | None = None
     single: bool = False
 
-    @property
-    def bound(self) -> bool:
-        """Whether a grammar follows from the request alone, whatever its tools say."""
-        return self.format is not None or self.choice.mode == "required"
+    def bound(self, tools: Sequence[Tool]) -> bool:
+        """Whether the answer is held to a grammar, with these tools shown."""
+        allowed = self.callable(tools)
+        chosen = self.choice.names is not None or any(tool.strict for tool in allowed)
+        return self.format is not None or self.choice.mode == "required" or (bool(allowed) and chosen)
+
+    def callable(self, tools: Sequence[Tool]) -> list[Tool]:
+        """Those of the tools shown that may be called."""
+        return [tool for tool in tools if self.choice.names is None or tool.name in self.choice.names]
 
     def shown_tools(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
         """What the prompt shows: no tool where none may be called, one alone where that one must be."""
