@@ -33,6 +33,22 @@ SENTENCES = [
     "Ich weiß es nicht. ",
     "- Check the logs\n",
     "def solve(self):\n    # TODO: think about this case again.\n    pass\n",
+    # Marks of cells in prose: behind a quote or stars, in numbers, in code, in lists, as entities.
+    'He said "stop," and then he left the room again.\n',
+    "**First,** I should look at the file once more.\n",
+    "They counted 1,024 lines in the file that I read.\n",
+    "Es kostet 3,50 Euro am Tag, wie ich schon sagte.\n",
+    "Let me run `cat log.txt | grep error` and look at it again.\n",
+    "I should call `f(a,b)` once more and see what it says.\n",
+    "If a || b is true then I should look at the case again.\n",
+    "I&#39;ll write the code now and then look at it.\n",
+    "1.\tCheck the logs again and see what they say.\n",
+    "-\tCheck the logs again and see what they say.\n",
+    "\t# I should think about this case again.\n",
+    "等等,让我再看一下这个文件.\n",
+    "Wait, let me look.\nSmith,42,yes and so on it goes. So I said.\n",
+    "I should look at it again.\n|\n",
+    "-\nI should look at it again.\n-\nSmith,42,yes\n",
 ]
 DATA = [
     "0,0,0\n",
@@ -59,6 +75,24 @@ DATA = [
     "\n",
     " ",
     "assert x == 1\n",
+    # Rows of cells, whatever stands in a cell.
+    "J. Smith,42,yes\n",
+    "| J. Smith | 42 |\n",
+    "│ Dr. Jane Doe │ it is what I said. │\n",
+    "+----------+----+\n| J. Smith | 42 |\n",
+    "St. Louis,MO,1\n",
+    "Dr. Jane Doe,Acme Inc. Ltd,5\n",
+    "Error,Connection refused by remote host\n",
+    "alice.smith@example.com,Sales Department Northern Region\n",
+    "12,The Great Gatsby by F. Scott Fitzgerald,1925\n",
+    "name\tThe value of it all\n",
+    "1\tThe value of it all\n",
+    '"Smith, J.","He said it was all right. So it was.",1\r\n',
+    "J. Smith;;-5\n",
+    "St. Louis,-5\n",
+    "1,024,The Great Gatsby by F. Scott Fitzgerald\n",
+    "张三,他说他不知道该怎么办。,42\n",
+    "`a`,`the name of the first one`\n",
 ]
 
 

@@ -5,9 +5,9 @@ tokens each equal the one p before it; N copies of a cycle of p tokens are there
 costs a handful of array operations, whatever was said before.
 
 Data repeats too: equal rows of a CSV file, a table's rule, zeros of a matrix, brackets of nested JSON. Whether a cycle
-is data is read from its text, and only when it has come N times: text without letters is, and so are short fields
-between separators, where no sentence ends. Data may come `DATA_PATIENCE` times as often, not for ever. A cycle with a
-special token in it (a tool call, the end of a thought) is never data.
+is data is read from its text, and only when it has come N times: text without letters is, rows of cells are, whatever
+their cells say, and so are short fields between separators, where no sentence ends. Data may come `DATA_PATIENCE` times
+as often, not for ever. A cycle with a special token in it (a tool call, the end of a thought) is never data.
 """
 
 import re
@@ -26,6 +26,15 @@ _SEPARATOR = re.compile(r"\d+|[,;|:=(){}\[\]\t]|</|/>|[\u2500-\u257f]+")
 _LINES = re.compile(r"\n+")
 _SENTENCE_END = re.compile(r"""[^\W\d_][.!?…]+["')\]»”*_]*\s|[。！？]""")
 _GAP = re.compile(r"(?<=[^\W_])[\W_]")
+# What parts the cells of a row. Prose puts a blank behind a comma, or behind the quote or the stars that follow it; it
+# has no tab inside a line, and no single bar.
+_CLOSERS = r""""')\]”’»*_"""
+_CELL = re.compile(rf"[,;](?=[{_CLOSERS}]*[^\s{_CLOSERS}])|(?<=\S)\t+(?=\S)|(?<!\|)\|(?!\|)|[│┃║]")
+# Where prose has such marks all the same: behind a list's bullet, in code, in an entity, in 1,024 and 3,50, and between
+# letters of a script without blanks.
+_PROSE_MARK = re.compile(
+    rf"^[ \t]*(?:[-*+•]|\w+[.)])[ \t]+|`[^`\n]*`|&#?\w+;|(?<=\d),(?=\d)|(?<=[{_UNSPACED}]),(?=[{_UNSPACED}])", re.M
+)
 
 
 class Loop(NamedTuple):
@@ -79,12 +88,21 @@ def is_data(cycle: bytes) -> bool:
     """Whether the text of a cycle is data and not language. It does not matter where the cycle is cut."""
     text = _from_a_gap(cycle)
     words = len(_WORD.findall(text))
-    if not words:
+    if not words or _is_rows(cycle):
         return True
     separators = len(_SEPARATOR.findall(text))
     if not separators or _SENTENCE_END.search(2 * text):
         return False
     return words <= FIELD_WORDS * (separators + len(_LINES.findall(text)))
+
+
+def _is_rows(cycle: bytes) -> bool:
+    """Whether each line that has words has cells. A cycle inside a line is no row."""
+    before, newline, after = cycle.partition(b"\n")
+    if not newline:
+        return False
+    lines = _PROSE_MARK.sub("x", (after + before).decode("utf-8", "replace")).split("\n")
+    return all(_CELL.search(line) or not _WORD.search(line) for line in lines)
 
 
 def _from_a_gap(cycle: bytes) -> str:
