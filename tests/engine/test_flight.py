@@ -5,6 +5,7 @@ import threading
 
 from engine_fakes import SWAPS, Bench, FakePilot, request
 
+from tided.control.messages import Admission, Decode, Prefill, Recall, Restore, Step
 from tided.engine.flight import STEPS, Flight, flight_path
 
 
@@ -43,6 +44,33 @@ def test_the_last_steps_are_written_when_a_step_fails(tmp_path):
     assert set(steps[0]["ms"]) == {"change", "work", "books"}
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+def shown(step: Step) -> dict:
+    flight = Flight()
+    flight.begin(step)
+    return flight.lines()[0]
+
+
+def test_a_step_of_drafts_says_how_many_rows_it_computes_and_whose():
+    step = shown(Step(1, 0, work=Decode([3, 1], drafts=[4, 2], propose=True)))
+    assert (step["rows"], step["lanes"], step["drafts"], step["propose"]) == (8, [3, 1], [4, 2], True)
+    plain = shown(Step(1, 0, work=Decode([3, 1])))
+    assert (plain["rows"], "drafts" in plain, "propose" in plain) == (2, False, False)
+    prompt = shown(Step(1, 0, work=Prefill(2, 512, 256, propose=True)))
+    assert (prompt["rows"], prompt["lanes"], prompt["start"], prompt["propose"]) == (256, [2], 512, True)
+
+
+def test_what_happens_to_contexts_is_in_it_and_what_does_not_happen_is_not():
+    recalls = [Recall(7, ["a" * 64, "b" * 64]), Recall(8, lane=3)]
+    contexts = {"park": [1], "resume": [2], "forget": [5, 6], "save": [4]}
+    step = shown(Step(1, 0, **contexts, recall=recalls, admit=[Admission(0, request("a"), Restore(9, 128))]))
+    assert {name: step[name] for name in contexts} == contexts
+    assert step["recall"] == [[7, 2, -1], [8, 0, 3]]
+    assert step["admit"][0]["restore"] == [9, 128]
+    empty = shown(Step(1, 0, admit=[Admission(0, request("a"))]))
+    assert not {*contexts, "recall"} & set(empty)
+    assert "restore" not in empty["admit"][0]
 
 
 def test_no_token_is_in_it(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tided.control.files import write_private
-from tided.control.messages import Decode, Prefill, Step
+from tided.control.messages import Admission, Decode, Prefill, Step
 from tided.engine.executor import Executor
 
 log = logging.getLogger("tided.engine")
@@ -30,7 +30,7 @@ class Flight:
 
     def begin(self, step: Step) -> None:
         """Before anything of the step is done: one that never ends is seen as well."""
-        self._steps.append({"seq": step.seq, **_work(step), **_change(step), "done": False})
+        self._steps.append({"seq": step.seq, **_work(step), **_contexts(step), **_change(step), "done": False})
 
     def end(self, executor: Executor, digest: str) -> None:
         """The step that was begun last is done on this rank."""
@@ -67,11 +67,16 @@ def flight_path(state_dir: Path, rank: int) -> Path:
 
 
 def _work(step: Step) -> dict[str, Any]:
+    """`rows`: of the forward, drafts included. `drafts` by lane and `propose` only where there are any."""
     shown: dict[str, Any] = {"work": None, "rows": 0, "release": step.release}
-    if isinstance(step.work, Prefill):
-        shown |= {"work": "prefill", "rows": step.work.count, "lanes": [step.work.lane], "start": step.work.start}
-    elif isinstance(step.work, Decode):
-        shown |= {"work": "decode", "rows": len(step.work.lanes), "lanes": step.work.lanes}
+    match step.work:
+        case Prefill(lane=lane, start=start, count=count):
+            shown |= {"work": "prefill", "rows": count, "lanes": [lane], "start": start}
+        case Decode(lanes=lanes, drafts=drafts):
+            shown |= {"work": "decode", "rows": len(lanes) + sum(drafts), "lanes": lanes}
+            shown |= {"drafts": drafts} if drafts else {}
+    if step.work is not None and step.work.propose:
+        shown["propose"] = True
     shown["admit"] = [
         {
             "lane": admission.lane,
@@ -79,10 +84,29 @@ def _work(step: Step) -> dict[str, Any]:
             "prompt_tokens": len(admission.request.prompt_ids),
             "max_tokens": admission.request.max_tokens,
             "fidelity": admission.request.fidelity,
+            **_restored(admission),
         }
         for admission in step.admit
     ]
     return shown
+
+
+def _restored(admission: Admission) -> dict[str, Any]:
+    """Ticket and tokens of the snapshot that the lane begins with."""
+    restore = admission.restore
+    return {"restore": [restore.ticket, restore.tokens]} if restore else {}
+
+
+def _contexts(step: Step) -> dict[str, Any]:
+    """What happens to contexts beside the work; what is empty is left out. Recalls as [ticket, how many keys, lane]."""
+    shown = {
+        "park": step.park,
+        "resume": step.resume,
+        "recall": [[recall.ticket, len(recall.keys), recall.lane] for recall in step.recall],
+        "forget": step.forget,
+        "save": step.save,
+    }
+    return {name: value for name, value in shown.items() if value}
 
 
 def _change(step: Step) -> dict[str, Any]:
