@@ -3,12 +3,16 @@
 import asyncio
 import base64
 import contextlib
+import gzip
 import socket
 import ssl
 import subprocess
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver
@@ -339,6 +343,27 @@ async def test_compressed_answers_are_refused(fetch, site):
 
     site.answer = folded
     assert "compressed" in await refusal(fetch())
+
+
+async def test_nothing_of_a_compressed_answer_is_unfolded(fetch, site):
+    """Not even what comes with its header, which says that it is one."""
+    bomb, unfolding = gzip.compress(bytes(1 << 24)), []
+
+    async def folded(request):
+        return web.Response(body=bomb, headers={"Content-Encoding": "gzip"})
+
+    def begun(*options, **names):
+        unfolding.append(options)
+        return zlib.decompressobj(*options, **names)
+
+    site.answer = folded
+    assert len(bomb) < 1 << 15
+    aiohttp.set_zlib_backend(SimpleNamespace(**vars(zlib) | {"decompressobj": begun}))
+    try:
+        assert "compressed" in await refusal(fetch(most_bytes=1 << 20))
+    finally:
+        aiohttp.set_zlib_backend(zlib)
+    assert unfolding == []
 
 
 @pytest.mark.parametrize("after", ["nothing", "headers"])

@@ -96,6 +96,24 @@ def test_a_job_has_its_time(monkeypatch):
     assert not [found for found in pool._processes._running if found.poll() is None]
 
 
+def test_the_time_of_a_job_ends_with_it(monkeypatch):
+    """The next one's is its own, though both together take longer."""
+    pool = Workers(GEOMETRY, LIMITS, limit_s=4, workers=1)
+    program = """
+import time, tided.images.decode as d, tided.images.worker as w
+waits, plain = [1.5, 3.0], d.decode
+d.decode = lambda *job: (time.sleep(waits.pop(0)), plain(*job))[1]
+w.main()
+"""
+    with monkeypatch.context() as patched:
+        scripted(patched, program)
+        assert pool.decode(lambda: SMALL).result(60).size == (84, 84)
+    first = process(pool)
+    assert pool.decode(lambda: SMALL).result(60).size == (84, 84)
+    assert process(pool) is first
+    pool.close()
+
+
 def test_closing_ends_the_processes(pool):
     pool.decode(lambda: SMALL).result(60)
     one = process(pool)
