@@ -75,6 +75,18 @@ def test_no_step_is_free_whatever_is_told():
         assert costs.step(widths(1, 5)) > 0
 
 
+def test_slopes_that_ask_more_for_experts_than_a_step_took_leave_the_rows_a_share():
+    """An expert is believed to cost a second, by steps that took one or two with ten and eleven; a lane that asks for
+    none is no step for nothing."""
+    costs = Costs()
+    for step in range(20):
+        costs.tell({0: 1}, 1.0 + step % 2, Touched(10 + step % 2))
+    assert costs.per_expert_s == pytest.approx(1.0)
+    costs.tell({1: 1}, 1.0, Touched(0))
+    for rows in (1, 2, 6):
+        assert 0.1 <= costs.step({1: rows}) < 1.0 * rows
+
+
 def test_between_and_beyond_what_was_measured():
     costs = Costs()
     assert costs.step(widths(1, 2)) == pytest.approx(1 + 2 * ROW_SHARE)  # in plain steps

@@ -83,6 +83,30 @@ def test_a_new_answer_is_probed_whatever_the_last_was_like():
     assert max(taken[:6]) > 0
 
 
+@pytest.mark.parametrize("answers", [1, 6])
+def test_the_first_block_of_an_answer_is_as_deep_as_the_answers_before_were_right(answers):
+    """What is believed of the next answer follows the last ones; of a place that it has not reached, nothing else is
+    known."""
+
+    def first(chance: float) -> int:
+        depths = Depths("acceptance", 5)
+        for width in range(1, 7):  # all that differs is what was accepted
+            depths.costs.tell({0: width}, step_s(width, 0.3))
+            depths.costs.tell({0: width}, step_s(width, 0.3))
+        for _ in range(answers):
+            depths.begin(Row(0, 9))
+            depths.begun(0, [0.0] * 5)
+            right = 5 if chance > 0.5 else 0
+            depths.done({0: (5, 1 + right)}, {}, step_s(6, 0.3), None)
+            depths.forget(0)
+        depths.begin(Row(0, 9))
+        depths.begun(0, [0.0] * 5)
+        (depth,), _ = depths.plan([Row(0, 9)])
+        return depth
+
+    assert first(0.02) < first(0.9)
+
+
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("factor", [0.01, 50.0])
 @pytest.mark.parametrize("slope", [0.1, 0.3])
