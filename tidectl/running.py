@@ -10,7 +10,9 @@ from tided.errors import TideError
 
 HEALTH_S = 2.0
 
-State = Literal["serving", "starting", "draining", "degraded", "stopped"]
+State = Literal["serving", "starting", "stopping", "degraded", "stopped"]
+
+LEAVING = {"draining", "stopped"}  # phases of a rank that ends in order
 
 
 class Rank(NamedTuple):
@@ -42,15 +44,35 @@ class Snapshot(NamedTuple):
 
 def look(directory: Path | None = None) -> Snapshot:
     """Changes nothing, waits for at most `HEALTH_S`."""
-    now = supervisor.status(directory or state_dir())
+    directory = directory or state_dir()
+    now = supervisor.status(directory)
+    health = _health(url) if (url := url_of(now)) else None
+    if health is None:
+        now = supervisor.status(directory)  # a stop may have begun while it was waited for
     if now.run is None:
-        state: State = "starting" if now.running else "stopped"
-        return Snapshot(state, "", "", 0.0, [], None, [], now.last)
+        return Snapshot(_without_run(now), "", "", 0.0, [], None, [], now.last)
     ranks = [_rank(child, now) for child in now.run.ranks]
-    url = url_of(now)
-    health = _health(url) if url else None
-    trouble = _trouble(now, ranks, url, health)
-    return Snapshot(_state(ranks, trouble), now.run.profile, url, now.run.started, ranks, health, trouble, now.last)
+    stopping = _is_stopping(now)
+    trouble = _trouble(now, ranks, "" if stopping else url, health, stopping)
+    state = "stopping" if stopping else _state(ranks, trouble)
+    return Snapshot(state, now.run.profile, url_of(now), now.run.started, ranks, health, trouble, now.last)
+
+
+def _without_run(now: supervisor.Status) -> State:
+    """Before its first rank a supervisor has told nothing; behind the last it has told how they ended."""
+    if not now.running:
+        return "stopped"
+    return "stopping" if now.last else "starting"
+
+
+def _is_stopping(now: supervisor.Status) -> bool:
+    """By request, or because every rank was told to end. Without a supervisor nobody goes on with it."""
+    if not now.running or now.run is None:
+        return False
+    said = {rank.rank: rank for rank in now.ranks}
+    ours = [(child, said.get(child.rank)) for child in now.run.ranks]
+    leave = [rank is not None and rank.pid == child.process.pid and rank.phase in LEAVING for child, rank in ours]
+    return now.run.stopping or (bool(leave) and all(leave))
 
 
 def running_url() -> str | None:
@@ -89,9 +111,12 @@ def _health(url: str) -> dict[str, Any] | None:
         return None
 
 
-def _trouble(now: supervisor.Status, ranks: list[Rank], url: str, health: dict[str, Any] | None) -> list[str]:
+def _trouble(
+    now: supervisor.Status, ranks: list[Rank], url: str, health: dict[str, Any] | None, stopping: bool
+) -> list[str]:
+    """`url`: "" where no answer is expected. While all is stopping, that a rank has ended is none."""
     found = [] if now.running else ["the supervisor was killed: `tidectl stop` ends what is left of the ranks"]
-    found += [f"rank {rank.rank} has ended" for rank in ranks if not rank.alive]
+    found += [f"rank {rank.rank} has ended" for rank in ranks if not rank.alive and not stopping]
     failed = [rank for rank in ranks if rank.alive and rank.phase == "failed"]
     found += [f"rank {rank.rank}: {headline(rank.message)}" for rank in failed]
     if url and health is None:
@@ -112,4 +137,4 @@ def _state(ranks: list[Rank], trouble: list[str]) -> State:
     phases = {rank.phase for rank in ranks}
     if phases == {"ready"}:
         return "serving"
-    return "draining" if phases & {"draining", "stopped"} else "starting"
+    return "stopping" if phases & LEAVING else "starting"

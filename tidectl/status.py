@@ -15,8 +15,8 @@ from tidectl.running import Rank, Snapshot, headline, look
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-STYLES = {"serving": "green", "starting": "yellow", "draining": "yellow", "degraded": "bold red", "stopped": "dim"}
-EXIT_CODES = {"serving": 0, "starting": 4, "draining": 4, "degraded": 4, "stopped": 3}
+STYLES = {"serving": "green", "starting": "yellow", "stopping": "yellow", "degraded": "bold red", "stopped": "dim"}
+EXIT_CODES = {"serving": 0, "starting": 4, "stopping": 4, "degraded": 4, "stopped": 3}
 KILLED = "by somebody, or by the kernel for want of memory: `dmesg` tells"
 LABEL_COLUMNS = 9  # the longest label, known or not: the screen keeps its form
 RANK_COLUMNS = ("rank", "phase", "for", "process", "message")

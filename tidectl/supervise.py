@@ -158,8 +158,12 @@ class Supervisor:
         member.log.mark(run_mark(self._profile))
         self._members.append(member)
         self._selector.register(member.output, selectors.EVENT_READ, member)
+        self._tell(planned)
+
+    def _tell(self, planned: int) -> None:
+        """What runs, for `tidectl status`."""
         children = [Child(member.rank, member.identity) for member in self._members]
-        run = Run(str(self._profile), identify(os.getpid()), self._started, planned, children)
+        run = Run(str(self._profile), identify(os.getpid()), self._started, planned, children, self._stopping)
         write_private(self._state_dir / "supervisor.json", msgspec.json.encode(run) + b"\n")
 
     def _sleep(self) -> None:
@@ -173,6 +177,8 @@ class Supervisor:
         """The first to end, or a request to stop, ends all. What does not end in time, or cannot hear, is killed."""
         ended = [member for member in self._members if member.exit_code is not None]
         if not self._told and self._stopping:
+            with suppress(OSError):  # on a full disk the end itself still comes
+                self._tell(len(self._members))
             self._end_all(self._settings.server.drain_s + STOP_MARGIN_S)
         elif not self._told and ended:
             # Of several, not one that only lost its peer.

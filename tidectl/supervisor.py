@@ -56,13 +56,15 @@ class Child(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """`started` in seconds of Unix time. `ranks` are those of this machine that run; there will be `planned`."""
+    """`started` in seconds of Unix time. `ranks` are those of this machine that run; there will be `planned`.
+    `stopping`: a stop was asked for."""
 
     profile: str
     supervisor: Identity
     started: float
     planned: int
     ranks: list[Child]
+    stopping: bool = False
 
 
 class EndedRank(msgspec.Struct, frozen=True):

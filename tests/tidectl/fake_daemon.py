@@ -1,5 +1,6 @@
 """Stands in for `python -m tided.daemon`: writes its state, answers /health, ends on SIGTERM. `FAKE_DAEMON` says how a
-rank misbehaves: `RANK:die`, `RANK:hang` (never ready), `RANK:deaf` (ignores SIGTERM)."""
+rank misbehaves: `RANK:die`, `RANK:hang` (never ready), `RANK:deaf` (ignores SIGTERM), `RANK:drain` (closes its port on
+SIGTERM, and ends when there is a file `go` in the state directory)."""
 
 import argparse
 import json
@@ -7,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -56,6 +58,14 @@ def main() -> int:
     if fault != "hang":
         state.enter("ready", port=port if rank == 0 else 0)
     ended.wait(60)
+    if fault == "drain":
+        if rank == 0:
+            server.shutdown()
+            server.server_close()
+        state.enter("draining")
+        deadline = time.monotonic() + 60
+        while not (Path(given.state_dir) / "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
     print(f"rank {rank} ends", flush=True)
     state.enter("stopped", exit_code=0)
     return 0

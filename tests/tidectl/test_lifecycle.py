@@ -316,3 +316,31 @@ def test_a_port_below_1024_needs_a_privilege(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(socket.socket, "bind", refuse)  # tests may run as root
     with pytest.raises(PermissionError_, match="may not listen"):
         preflight.require_free("127.0.0.1", 80, "server.port")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_ordinary_stop_is_no_trouble(
+    tidectl: Tidectl, profile: Path, state: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """Asked for by `tidectl stop`, whose signal the supervisor gets, with rank 1 gone already; or each rank was told to
+    end by itself. Rank 0 has closed its port in either case."""
+    monkeypatch.setenv("FAKE_DAEMON", "0:drain" if asked else "0:drain,1:drain")
+    assert tidectl("start", str(profile)).exit_code == 0
+    run = supervisor.status(state).run
+    assert run is not None
+    for process in [run.supervisor] if asked else [child.process for child in run.ranks]:
+        process.send(signal.SIGTERM)
+
+    def phases() -> list[str]:
+        return [rank.phase for rank in supervisor.status(state).ranks]
+
+    within(20, lambda: phases() == ["draining", "stopped" if asked else "draining"])
+    if asked:
+        within(20, lambda: not run.ranks[1].process.is_alive())
+    ran = tidectl("status", "--json")
+    found = json.loads(ran.stdout)
+    assert (ran.exit_code, found["state"], found["trouble"]) == (4, "stopping", [])
+    assert tidectl("status").stdout.startswith("state      stopping\n")
+    (state / "go").touch()
+    within(20, lambda: not supervisor.is_locked(state))
+    assert tidectl("status").exit_code == 3
