@@ -45,13 +45,16 @@ test-gpu: setup ## what needs a CUDA device; says so where there is none
 fuzz: setup ## 10,000 requests made from our own document, and 2,000 beside it: answers as documented, never a fault or a hang
 	TIDE_FUZZ_EXAMPLES=650 $(BIN)/pytest -n auto tests/api/test_document_fuzz.py tests/api/test_openai_fuzz.py
 
-soak: setup ## 500 mixed requests a seed over HTTP against the mini: swaps, drafts, caches, clients that hang up; nothing leaks
+soak: setup ## 500 mixed requests a run over HTTP against the mini, all experts resident and then moving ones; nothing leaks
 	$(BIN)/python -m tests.soak
 
 bench: setup ## where a decode step of the mini model spends its time, on two ranks
 	$(BIN)/python bench/decode_step.py profiles/mini-deepseek.toml
 
+bench-http: setup ## what HTTP costs a token of 8 streams; fails where that is too much (to be run at rest)
+	$(BIN)/python bench/http_overhead.py
+
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
-.PHONY: help setup demo lint resolve test fuzz soak test-gpu bench clean
+.PHONY: help setup demo lint resolve test fuzz soak test-gpu bench bench-http clean

@@ -1,32 +1,42 @@
-"""make soak: 500 requests a seed against the mini on two ranks (`tests.soak.soak`), then a run with moving residents.
+"""make soak: 500 requests a seed against the mini on two ranks (`tests.soak.soak`), then as many of the first seed with
+moving residents.
 
-    python -m tests.soak [--requests N] [--seeds 1,2] [--set whole|moving] [--clients N]
+    python -m tests.soak [--requests N] [--seeds 1,2] [--set both|whole|moving] [--clients N]
 
-Exit code 0 when nothing was wrong; the last line says what happened.
+Exit code 0 when nothing was wrong; the last lines say what happened, one a run.
 """
 
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.soak.soak import Set, Size, Verdict, soak
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--seeds", default="1,2", help="one run each")
-    parser.add_argument("--set", choices=["whole", "moving"], default="whole", help="which experts are resident")
+    parser.add_argument("--set", choices=["both", "whole", "moving"], default="both", help="which experts are resident")
     parser.add_argument("--clients", type=int, default=4)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     size = Size(requests=options.requests, clients=options.clients)
-    verdicts = [run(int(seed), options.set, size) for seed in options.seeds.split(",")]
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    verdicts = [run(seed, which, size) for seed, which in runs(seeds, options.set)]
     for verdict in verdicts:
         for fault in verdict.faults:
             print(f"seed {verdict.seed}: {fault[:500]}")
     print("\n".join(verdict.line for verdict in verdicts))
     return int(any(verdict.faults for verdict in verdicts))
+
+
+def runs(seeds: Sequence[int], which: str) -> list[tuple[int, Set]]:
+    """Of both sets: every seed with all experts resident, the first with moving ones too."""
+    whole: list[tuple[int, Set]] = [(seed, "whole") for seed in seeds if which != "moving"]
+    moving: list[tuple[int, Set]] = [(seed, "moving") for seed in (seeds[:1] if which == "both" else seeds)]
+    return whole + (moving if which != "whole" else [])
 
 
 def run(seed: int, which: Set, size: Size) -> Verdict:

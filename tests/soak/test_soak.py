@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from tests.soak import __main__ as command
 from tests.soak import watch
 from tests.soak.bodies import Ask, Visit, distinct, traffic
 from tests.soak.clients import Answer, Tally
-from tests.soak.soak import Size, soak
+from tests.soak.soak import Size, Verdict, soak
 from tests.soak.watch import Held
 
 
@@ -20,6 +21,26 @@ def test_thirty_requests(tmp_path):
     assert verdict.tally.done == 30
     assert "nothing wrong" in verdict.line
     assert any(line.startswith("25/30") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ran"),
+    [
+        ([], [(1, "whole"), (2, "whole"), (1, "moving")]),
+        (["--seeds", "3"], [(3, "whole"), (3, "moving")]),
+        (["--set", "whole"], [(1, "whole"), (2, "whole")]),
+        (["--set", "moving"], [(1, "moving"), (2, "moving")]),
+    ],
+)
+@pytest.mark.parametrize("wrong", ["", "whole", "moving"])
+def test_the_command_soaks_both_sets_and_fails_where_any_was_wrong(monkeypatch, capsys, arguments, ran, wrong):
+    def soaked(seed, which, size, folder, tell):
+        return Verdict(seed, which, Tally(), faults=["an answer differs"] if which == wrong else [])
+
+    monkeypatch.setattr(command, "soak", soaked)
+    assert command.main(arguments) == int(wrong in [which for _, which in ran])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[-len(ran) :]] == [f"seed {seed}, {which}" for seed, which in ran]
 
 
 def test_traffic_repeats_and_has_every_kind():
