@@ -4,7 +4,8 @@
 
 The source is a thread, as the engine is: RATE times a second it hands one token of each stream to the real
 `EngineClient`. Prints what the streams lose of that rate, the loop thread's share of a core while they run, and the
-time from a token's handing over to its reader, who is another process with the same clock. To be run at rest.
+time from a token's handing over to its reader, who is another process with the same clock; exits with 1 where one of
+them is not below its limit (`over`). To be run at rest.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -42,6 +43,17 @@ ASK = {
     "loop_break": 0,
     "x_engine_stats": False,
 }
+
+
+class Figures(NamedTuple):
+    """`lost_percent`: of the rate, by the slowest stream; `loop_percent`: of a core; `median_ms`: added latency."""
+
+    lost_percent: float
+    loop_percent: float
+    median_ms: float
+
+
+LIMITS = Figures(2.0, 25.0, 1.0)
 
 
 class Source(SimpleNamespace):
@@ -107,7 +119,7 @@ async def read(url: str, streams: int, tokens: int) -> None:
         print(json.dumps(await asyncio.gather(*(one(session) for _ in range(streams)))))
 
 
-async def measure(streams: int, seconds: float) -> None:
+async def measure(streams: int, seconds: float) -> Figures:
     tokenizer = Tokenizer.open(MINI)
     ids, count = tokenizer.encode_text(TEXT), int(RATE * seconds)
     client = EngineClient(streams, 0, tokenizer.token_bytes)
@@ -126,10 +138,19 @@ async def measure(streams: int, seconds: float) -> None:
     )
     out, _ = await reader.communicate()
     await door.close()
-    report(json.loads(out), source, tokenizer)
+    return report(json.loads(out), source, tokenizer)
 
 
-def report(streams: list[list[tuple[float, int]]], source: Source, tokenizer: Tokenizer) -> None:
+def over(figures: Figures) -> list[str]:
+    """Those that are not below their limits, in words."""
+    return [
+        f"{name} {value:.3f}, to be below {limit:g}"
+        for name, value, limit in zip(Figures._fields, figures, LIMITS, strict=True)
+        if not value < limit
+    ]
+
+
+def report(streams: list[list[tuple[float, int]]], source: Source, tokenizer: Tokenizer) -> Figures:
     """A token has arrived with the piece that brings the last of its characters, wherever pieces are cut or joined."""
     decoder, ends, characters = tokenizer.decoder(), [], 0
     for number in range(len(source.born)):
@@ -145,13 +166,15 @@ def report(streams: list[list[tuple[float, int]]], source: Source, tokenizer: To
             late.append(pieces[at][0] - born)
         rates.append((len(ends) - 1) / (pieces[-1][0] - source.began_s))
     cuts = statistics.quantiles(late, n=100)
-    print(f"{len(streams)} streams of {RATE} tok/s: lost {100 * (1 - min(rates) / RATE):.2f} % (the slowest)")
-    print(f"loop thread {100 * source.loop_s / source.took_s:.1f} % of a core")
+    found = Figures(100 * (1 - min(rates) / RATE), 100 * source.loop_s / source.took_s, 1e3 * cuts[49])
+    print(f"{len(streams)} streams of {RATE} tok/s: lost {found.lost_percent:.2f} % (the slowest)")
+    print(f"loop thread {found.loop_percent:.1f} % of a core")
     print(
-        f"added latency: median {1e3 * cuts[49]:.3f} ms, 99th {1e3 * cuts[98]:.2f} ms, worst {1e3 * max(late):.2f} ms"
+        f"added latency: median {found.median_ms:.3f} ms, 99th {1e3 * cuts[98]:.2f} ms, worst {1e3 * max(late):.2f} ms"
     )
     slips = [born - source.began_s - number / RATE for number, born in enumerate(source.born)]
     print(f"the source itself: median {1e3 * statistics.median(slips):.3f} ms late, worst {1e3 * max(slips):.2f} ms")
+    return found
 
 
 if __name__ == "__main__":
@@ -160,4 +183,6 @@ if __name__ == "__main__":
     else:
         import uvloop
 
-        uvloop.run(measure(int((sys.argv[1:] or ["8"])[0]), float((sys.argv[2:] or ["10"])[0])))
+        found = uvloop.run(measure(int((sys.argv[1:] or ["8"])[0]), float((sys.argv[2:] or ["10"])[0])))
+        if missed := over(found):
+            raise SystemExit("; ".join(missed))
