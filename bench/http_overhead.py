@@ -124,7 +124,7 @@ async def measure(streams: int, seconds: float) -> Figures:
     ids, count = tokenizer.encode_text(TEXT), int(RATE * seconds)
     client = EngineClient(streams, 0, tokenizer.token_bytes)
     source = Source(client, asyncio.get_running_loop(), ids, streams)
-    client.attach(source)  # type: ignore[arg-type]
+    client.attach(source)
     settings = Settings(
         model=Model(path=str(MINI), served_name="m"),
         experts=Experts(resident=1),

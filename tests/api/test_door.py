@@ -7,10 +7,12 @@ import logging
 import resource
 import socket
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 from scripted_engine import Server, flow, said, until
 
+from tided.api import door as module
 from tided.api.door import Connection, _unread_bytes
 from tided.api.ports import Limits
 
@@ -270,6 +272,42 @@ async def test_who_has_read_is_not_dropped_for_what_came_since(serve, whole):
     assert held in server.door.held
     assert held._unread > before
     one.close()
+
+
+@pytest.fixture
+def alone(monkeypatch) -> Connection:
+    """A connection without a network, let in, with 100 bytes that nobody reads."""
+    monkeypatch.setattr(module, "_unread_bytes", lambda transport: transport.get_write_buffer_size())
+    door = Mock(head_s=0.05, stall_s=0.05, held=set(), idle={})
+    one = Connection(door, Mock())
+    door.held.add(one)
+    one.connection_made(Mock(get_write_buffer_size=Mock(return_value=100)))
+    return one
+
+
+async def test_a_reader_who_makes_room_for_a_longer_reply_has_read(alone):
+    alone.over()
+    await until(lambda: alone._unread == 100)
+    alone.pause_writing()
+    alone.resume_writing()
+    alone._transport.get_write_buffer_size.return_value = 200
+    await until(lambda: alone._unread == 200)
+    alone._transport.abort.assert_not_called()
+    await until(lambda: alone._look is None)
+    alone._transport.abort.assert_called_once()
+
+
+async def test_the_time_of_a_head_does_not_run_while_a_reader_is_waited_for(alone):
+    alone.pause_writing()
+    alone.data_received(HALF)
+    first = alone._timer
+    await until(lambda: alone._timer is not first)
+    again = alone._timer
+    alone.resume_writing()
+    assert again.cancelled()
+    alone._transport.write.assert_not_called()
+    await until(lambda: alone._transport.write.called)
+    alone._transport.close.assert_called_once()
 
 
 async def test_a_connection_that_is_closed_does_not_wait_for_a_reader(serve, monkeypatch):
