@@ -393,6 +393,18 @@ async def test_a_prompt_that_is_too_long_in_the_words_that_clients_look_for(serv
     assert not engine.answers
 
 
+async def test_a_prompt_that_is_too_long_is_counted_to_its_end(server, engine):
+    """Clients shorten by the difference. Words are counted on from behind the context; digits are seen to be too many
+    without being tokenised."""
+    for text in ("tide " * 9000, "9" * 200_000, " tide" * 4300):
+        counts = []
+        for path in ("/v1/messages/count_tokens", "/v1/messages"):
+            async with server.post(ask(system=text), path=path) as response:
+                counts.append(await response.json())
+        assert counts[1]["error"]["message"] == f"prompt is too long: {counts[0]['input_tokens']} tokens > 4096 maximum"
+    assert not engine.answers
+
+
 async def test_the_room_ends_one_token_before_the_context(server, engine):
     """A prompt of exactly the context leaves no room for an answer; one token less does."""
     engine.script("</think>x")

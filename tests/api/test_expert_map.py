@@ -33,6 +33,13 @@ async def test_the_map(server, engine, path):
     assert body["sampled_at"] > 1e9
 
 
+async def test_the_page_without_javascript_names_its_data(server):
+    async with server.session.get("/expert-map") as response:
+        shown = re.sub(r"<script>.*?</script>", "", await response.text(), flags=re.DOTALL)
+    assert "asking" not in shown
+    assert re.search(r'<noscript>.*href="v1/expert-map".*</noscript>', shown, re.DOTALL)
+
+
 async def test_slots_are_told_where_they_are_asked_for(server, engine):
     engine.map = drawn()
     for query, shown in (("", False), ("?slots=0", False), ("?slots=1", True)):

@@ -277,6 +277,13 @@ async def test_an_image_counts_before_the_context_is_full(eyes, engine, ids):
     wide = [block(size=(168, 168))] * 16
     status, reply = await server.ask(user(text(), *wide, max_tokens=5), path="/v1/messages")
     assert (status, "prompt is too long" in reply["error"]["message"]) == (400, True)
+    for long in (
+        user(text(), *wide),
+        user({"type": "text", "text": "tide " * 900}, *wide),
+    ):
+        _, counted = await server.ask(long, path="/v1/messages/count_tokens")
+        _, reply = await server.ask(long | {"max_tokens": 5}, path="/v1/messages")
+        assert reply["error"]["message"] == f"prompt is too long: {counted['input_tokens']} tokens > 256 maximum"
     engine.script("</think>ok")
     status, _ = await server.ask(user(text(), block(), max_tokens=600), path="/v1/messages")  # lowered to the room
     assert status == 200

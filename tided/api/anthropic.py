@@ -2,13 +2,14 @@
 
 from aiohttp import web
 
-from tided.api.anthropic_request import Counted, PreparedMessage, count_tokens, prepare_message
+from tided.api.anthropic_request import Counted, LongPromptError, PreparedMessage, count_tokens, prepare_message
 from tided.api.anthropic_wire import MessageWire
-from tided.api.context import CONTEXT, NOTE
+from tided.api.context import CONTEXT, NOTE, Context
 from tided.api.exchange import answer_in_pieces, answer_whole, receive
 from tided.api.generation import Generation
 from tided.api.json_text import to_json
 from tided.api.slots import Alive
+from tided.errors import ContextOverflowError, RequestError
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -33,10 +34,22 @@ async def _submitted(request: web.Request) -> tuple[Generation, str]:
         return prepare_message(body, context.served, alive)
 
     with context.admission.place(request.content_length) as place:
-        message = await receive(request, context, place, work)
+        try:
+            message = await receive(request, context, place, work)
+        except LongPromptError as error:
+            raise await _with_images(error, context) from None
         prepared = await context.images.seen(message.prepared)
         generation = Generation(context.engine, prepared, context.served, context.limits.keepalive_s)
     return generation, message.model
+
+
+async def _with_images(error: LongPromptError, context: Context) -> ContextOverflowError:
+    try:
+        images = await context.images.tokens(error.images)
+    except RequestError:  # that the prompt is too long goes first, and is so without them
+        return error
+    tokens = error.prompt_tokens - len(error.images) + images
+    return ContextOverflowError(error.context_tokens, tokens, error.max_tokens)
 
 
 async def count(request: web.Request) -> web.Response:

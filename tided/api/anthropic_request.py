@@ -1,5 +1,6 @@
 """From the bytes of a Messages body to a request for the engine: what can be refused is refused here."""
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -19,7 +20,10 @@ from tided.api.prepare import Prepared, prepare_chat, rendered
 from tided.api.served import ServedModel
 from tided.chat.anthropic import parse_request
 from tided.chat.fields import Fields, refuse
-from tided.chat.messages import Image
+from tided.chat.messages import Image, Prompt
+from tided.errors import ContextOverflowError, RequestError
+
+COUNT_S = 10.0  # a refusal is not kept waiting longer for the length of what it refuses
 
 
 class Counted(msgspec.Struct, frozen=True):
@@ -27,6 +31,14 @@ class Counted(msgspec.Struct, frozen=True):
 
     tokens: int
     images: tuple[Image, ...]
+
+
+class LongPromptError(ContextOverflowError):
+    """Counted to its end, with one token for each of `images`, which are still to be looked at."""
+
+    def __init__(self, context_tokens: int, prompt_tokens: int, max_tokens: int, images: tuple[Image, ...]) -> None:
+        super().__init__(context_tokens, prompt_tokens, max_tokens)
+        self.images = images
 
 
 class PreparedMessage(msgspec.Struct, frozen=True):
@@ -38,11 +50,15 @@ class PreparedMessage(msgspec.Struct, frozen=True):
 
 def prepare_message(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> PreparedMessage:
     """Runs in a thread, as `prepare.prepare` does. An answer longer than the room left is lowered to it: clients always
-    ask for the longest."""
+    ask for the longest. A prompt that is too long is counted to its end: they shorten by the difference."""
     fields = Fields(parse_object(body))
     alive()
     chat = parse_message_request(fields, served)
-    prepared = prepare_chat(chat, served, alive, new_id("msg_"), lowers=True)
+    try:
+        prepared = prepare_chat(chat, served, alive, new_id("msg_"), lowers=True)
+    except ContextOverflowError as error:
+        prompt = rendered(chat.conversation, served)
+        raise _long(error, prompt, served, alive) from None
     return PreparedMessage(prepared, fields.string("model") or served.settings.model.served_name)
 
 
@@ -53,11 +69,33 @@ def count_tokens(body: bytes | bytearray, served: ServedModel, alive: Callable[[
     _check_others(fields, served)
     conversation, _ = parse_request(fields, served.settings.server.thinking, family=served.family)
     prompt = rendered(conversation, served)
-    count = 0
+    return Counted(_count(prompt, served, alive), prompt.images)
+
+
+def _count(prompt: Prompt, served: ServedModel, alive: Callable[[], None], longest_s: float = float("inf")) -> int:
+    """The prompt's tokens, or those that `longest_s` was enough for."""
+    count, deadline = 0, time.monotonic() + longest_s
     for part in served.tokenizer.encode_in_parts(prompt.segments):
         alive()
         count += len(part)
-    return Counted(count, prompt.images)
+        if time.monotonic() > deadline:
+            break
+    return count
+
+
+def _long(
+    error: ContextOverflowError, prompt: Prompt, served: ServedModel, alive: Callable[[], None]
+) -> ContextOverflowError:
+    """`error`, counted to the prompt's end."""
+    tokens = error.prompt_tokens
+    if not error.counted:
+        try:
+            tokens = _count(prompt, served, alive, COUNT_S)
+        except RequestError:  # a text behind the context that cannot be cut into tokens
+            return error
+        if tokens <= error.context_tokens:  # the time was short: that it is too long is all that is known
+            return error
+    return LongPromptError(error.context_tokens, tokens, error.max_tokens, prompt.images)
 
 
 def parse_message_request(body: Fields, served: ServedModel) -> ChatRequest:

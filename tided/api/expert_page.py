@@ -18,7 +18,9 @@ PAGE = """<!doctype html>
   canvas { image-rendering: pixelated; width: 100%; border: 1px solid #2a3442 }
   b { display: inline-block; width: .8em; height: .8em; margin: 0 .4em 0 1.2em }
 </style>
-<p id="told">asking</p>
+<p id="told"></p>
+<noscript><p>The map is drawn by JavaScript, which is off here. Its data is JSON:
+<a href="v1/expert-map">v1/expert-map</a> (where the server wants a key, with it).</p></noscript>
 <canvas id="map" width="1" height="1"></canvas>
 <p id="names"></p>
 <script>
@@ -26,6 +28,7 @@ PAGE = """<!doctype html>
 const colours = [[26, 34, 46], [46, 134, 171], [242, 166, 90], [255, 244, 214]];
 const told = document.getElementById("told"), map = document.getElementById("map");
 const names = document.getElementById("names");
+told.textContent = "asking";
 let key = sessionStorage.getItem("key") || "", tag = "", asked = false;
 const shade = (colour, heat) => colour.map(part => Math.round(part * (0.55 + 0.05 * heat)));
 function draw(found) {
