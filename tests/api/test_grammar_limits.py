@@ -1,6 +1,7 @@
 """Schemas that would be compiled for minutes: refused in time, while others are answered, and nothing of them stays."""
 
 import asyncio
+import json
 import threading
 import time
 from unittest.mock import Mock
@@ -8,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 from scripted_engine import said
 
+from tided.api.prepare import prepare
 from tided.settings import Cache
 
 # 24 patterns at once, of which each doubles the work.
@@ -58,6 +60,15 @@ async def test_the_server_stops_though_schemas_are_being_compiled(server):
 
 def threads_of(server) -> list[threading.Thread]:
     return list(server.context.slots._executor._threads)
+
+
+async def test_the_work_ends_between_schemas_when_its_client_has_gone(server):
+    asked = []
+    for schema in ({"type": "string"}, {"type": "integer"}):
+        alive = Mock()
+        prepare(json.dumps(said("hi", **strict(schema))).encode(), server.context.served, alive)
+        asked.append(alive.call_count)
+    assert asked[1] == asked[0] + 1, "a string alone is not tried"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -316,12 +317,28 @@ def test_all_grammars_of_a_request_share_its_time(tokenizer):
     assert not own.error(LARGE, "x", allowance)
     assert 0 < allowance.left_s < 60
     (process,) = own._processes._running
-    allowance.left_s = 0.0
-    assert not own.error(LARGE, "x", allowance), "it is known"
+    nothing = Allowance(left_s=0.0)
+    assert not own.error(LARGE, "x", nothing), "it is known"
     with pytest.raises(RequestError, match=r"x: cannot be enforced.* more than 1 s"):
-        own.error('start: "b"', "x", allowance)
+        own.error('start: "b"', "x", nothing)
     assert process.poll() is None, "what has no time is not begun"
     own.close()
+
+
+def test_what_all_parameters_may_refer_to_does_not_grow_with_their_number(tokenizer, grammars):
+    """200 KB that each of 300 parameters would have in the grammar."""
+    parameters = {
+        "type": "object",
+        "properties": {f"p{at}": {"type": "integer"} for at in range(300)},
+        "$defs": {"large": {"description": "x" * 200_000}},
+    }
+    own = DeepseekV41Grammar(tokenizer, partial(grammars.error, param="tools", allowance=Allowance()))
+    tracemalloc.start()
+    with pytest.raises(RequestError, match=r"tools: more than .* bytes of schemas"):
+        own.calls([Tool("f", {"name": "f", "parameters": parameters})], "content", forced=True, single=True)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 10_000_000
 
 
 def test_work_that_nobody_waits_for_ends(grammars):

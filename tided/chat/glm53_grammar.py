@@ -56,10 +56,9 @@ class Glm53Grammar:
         return f"{key} {self._tag[VALUE]} {self._value(parameter)} {self._tag[END_VALUE]}"
 
     def _value(self, parameter: Parameter) -> str:
-        value = parameter.json()
         if not parameter.may_be_text:
-            return value or "text"
-        listed = parameter.listed()
-        if not listed:
+            return parameter.json() or "text"
+        if not (listed := parameter.listed()):
             return "text"
+        value = parameter.json()
         return either([*listed, *([value] if value is not None else [])])

@@ -29,6 +29,7 @@ from tided.processes import FailedJobError, Processes
 log = logging.getLogger("tided.chat")
 
 MOST_SCHEMA_BYTES = 1 << 20
+_LARGE = f"more than {MOST_SCHEMA_BYTES} bytes of schemas"
 _KEPT = 64
 _KEPT_VERDICTS = 8192  # a line each; a request with many tools asks for hundreds
 _MOST_COMPILE_S = 1.0
@@ -44,11 +45,12 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 @dataclass
 class Allowance:
-    """What one request may still take for all its grammars together. `alive` is asked before each; it ends the work by
-    raising."""
+    """What one request may still take for all its grammars together; bytes of the parts that will be in its answer's.
+    `alive` is asked before each; it ends the work by raising."""
 
     alive: Callable[[], None] = lambda: None
     left_s: float = field(default_factory=lambda: _MOST_COMPILE_S)
+    left_bytes: int = MOST_SCHEMA_BYTES
 
 
 class Grammars:
@@ -68,27 +70,19 @@ class Grammars:
         self._processes.close()
 
     def error(self, text: str, param: str, allowance: Allowance | None = None) -> str:
-        """Why the grammar cannot be used; empty when it can. Raises RequestError that names `param`: too large, or too
-        slow for what the request may still take."""
+        """Why a part of an answer's grammar cannot be used; empty when it can. Raises RequestError that names `param`:
+        too large or too slow for what the request may still take."""
         allowance = allowance or Allowance()
-        allowance.alive()
-        data = text.encode()
-        if len(data) > MOST_SCHEMA_BYTES:
-            refuse(param, f"more than {MOST_SCHEMA_BYTES} bytes of schemas")
-        key = hashlib.sha256(data).digest()
-        with self._lock:
-            if (known := self._verdicts.get(key)) is not None:
-                self._verdicts.move_to_end(key)
-                return known
-        problem = self._tried(data, param, allowance)
-        with self._lock:
-            self._verdicts[key] = problem
-            _shorten(self._verdicts, _KEPT_VERDICTS)
+        problem = self._verdict(text, param, allowance)
+        if not problem:  # it will be part of the answer's: together they may be far larger than the request
+            allowance.left_bytes -= len(text)
+            if allowance.left_bytes < 0:
+                refuse(param, _LARGE)
         return problem
 
     def compile(self, text: str, param: str, allowance: Allowance | None = None) -> "Grammar":
         """Raises RequestError that names `param`: too large, too slow, or not understood."""
-        problem = self.error(text, param, allowance)
+        problem = self._verdict(text, param, allowance or Allowance())
         matcher = None if problem else self._matcher(text)
         if matcher is not None:
             problem = str(matcher.get_error()).partition("\n")[0]
@@ -99,6 +93,22 @@ class Grammars:
             self._compiled.move_to_end(text)
             _shorten(self._compiled, _KEPT)
         return Grammar(matcher, self._tokenizer.vocabulary_tokens, self._end)
+
+    def _verdict(self, text: str, param: str, allowance: Allowance) -> str:
+        allowance.alive()
+        data = text.encode()
+        if len(data) > MOST_SCHEMA_BYTES:
+            refuse(param, _LARGE)
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            if (known := self._verdicts.get(key)) is not None:
+                self._verdicts.move_to_end(key)
+                return known
+        problem = self._tried(data, param, allowance)
+        with self._lock:
+            self._verdicts[key] = problem
+            _shorten(self._verdicts, _KEPT_VERDICTS)
+        return problem
 
     def _tried(self, text: bytes, param: str, allowance: Allowance) -> str:
         """In a process. What was late there is not remembered: the machine may have been busy."""
