@@ -11,10 +11,8 @@ from tidectl.answers import Answer, Screen, receive, tell_cost
 from tidectl.http import RequestFailed
 from tidectl.output import emit, report, say
 from tidectl.patience import waiting_is_told
-from tidectl.running import running_url
+from tidectl.running import server_url
 from tided.errors import UnavailableError, UsageError
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 Message = dict[str, Any]
 
@@ -36,7 +34,7 @@ class Server(NamedTuple):
 
 def run(prompt: str | None, url: str | None, options: Options, as_json: bool) -> None:
     """One question, from the argument or from standard input; without either a conversation on the terminal."""
-    server = Server(http.base_url(url or running_url() or DEFAULT_URL), os.environ.get("TIDE_API_KEY", ""))
+    server = Server(server_url(url), os.environ.get("TIDE_API_KEY", ""))
     if prompt is None and sys.stdin.isatty() and not as_json:
         return converse(server, options)
     question = _standard_input() if prompt is None else prompt

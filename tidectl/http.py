@@ -51,11 +51,18 @@ def trace(url: str, key: str, request_id: str) -> dict[str, Any]:
     with _response(url, "GET", path, None, _headers(key), ANSWER_S) as response:
         data = response.read(MAX_BODY_BYTES)
         if response.status == 404:
-            hint = "the last requests alone are kept; the id is that of the answer (chatcmpl-...)"
-            raise RequestFailed(f"nothing is known of the request {request_id}", where=url, hint=hint)
+            raise _unknown_request(url, request_id)
         _raise_for(response.status, data)
     body = _json(data)
     return body if isinstance(body, dict) else {}
+
+
+def _unknown_request(url: str, request_id: str) -> RequestFailed:
+    if request_id == "latest":
+        hint = "ask something first, by `tidectl chat` for one"
+        return RequestFailed("no request has ended yet, or this is no TideLM server", where=url, hint=hint)
+    hint = "the last requests alone are kept; the id is that of the answer (chatcmpl-...)"
+    return RequestFailed(f"nothing is known of the request {request_id}", where=url, hint=hint)
 
 
 def answer(url: str, key: str, body: Mapping[str, Any]) -> Any:

@@ -4,15 +4,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tidectl import http, supervisor
+from tidectl import http, profiles, supervisor
 from tidectl.state import state_dir
-from tided.errors import TideError
+from tided.errors import PermissionError_, TideError, UnavailableError
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 HEALTH_S = 2.0
 
 State = Literal["serving", "starting", "stopping", "degraded", "stopped"]
 
 LEAVING = {"draining", "stopped"}  # phases of a rank that ends in order
+
+
+class NotServingError(TideError):
+    """Something runs here, and does not answer requests now."""
+
+    exit_code = 4
 
 
 class Rank(NamedTuple):
@@ -73,6 +80,25 @@ def _is_stopping(now: supervisor.Status) -> bool:
     ours = [(child, said.get(child.rank)) for child in now.run.ranks]
     leave = [rank is not None and rank.pid == child.process.pid and rank.phase in LEAVING for child, rank in ours]
     return now.run.stopping or (bool(leave) and all(leave))
+
+
+def server_url(given: str | None) -> str:
+    """Of the server that is named, else of the one that runs here, else the usual one. Raises UsageError, and
+    NotServingError for what runs here and has no server (yet)."""
+    url = given or running_url()
+    if url is None:
+        with suppress(PermissionError_, UnavailableError, OSError):  # no state directory: nothing of ours runs
+            _refuse_unready(look())
+    return http.base_url(url or DEFAULT_URL)
+
+
+def _refuse_unready(now: Snapshot) -> None:
+    if now.state in ("serving", "stopped"):
+        return
+    name = profiles.name_of(now.profile) if now.profile else "a profile"
+    what = f"is {now.state}" if now.state != "degraded" else f"is in trouble: {now.trouble[0]}"
+    hint = "`tidectl status` shows how far it is" if now.state == "starting" else "see `tidectl status`"
+    raise NotServingError(f"{name} {what}; it has no server now", hint=f"{hint}; another server is named with --url")
 
 
 def running_url() -> str | None:

@@ -5,21 +5,18 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tidectl import http
-from tidectl.chat import DEFAULT_URL
 from tidectl.output import console, emit, plain, say
-from tidectl.running import running_url
+from tidectl.running import server_url
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-COLUMNS = ("layer", "expert", "picks", "missed", "read before use", "what happened")
+COLUMNS = ("layer", "expert", "picks", "missed weight", "read before use", "what happened")
 WORDS = {"asked": "read began", "routable": "routable", "promoted": "promoted", "left": "left"}
 
 
 def run(request_id: str, url: str | None, top: int, as_json: bool) -> None:
-    found = http.trace(
-        http.base_url(url or running_url() or DEFAULT_URL), os.environ.get("TIDE_API_KEY", ""), request_id
-    )
+    found = http.trace(server_url(url), os.environ.get("TIDE_API_KEY", ""), request_id)
     if as_json:
         emit("why/1", found)
     else:

@@ -307,6 +307,21 @@ def test_chat_finds_what_runs(tidectl: Tidectl, profile: Path) -> None:
     assert running_url() == f"http://127.0.0.1:{supervisor_port(profile)}"
 
 
+def test_chat_and_why_tell_of_a_start_that_is_under_way(
+    tidectl: Tidectl, profile: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DAEMON", "0:hang,1:hang")
+    supervisor.start(profile, state)
+    within(20, lambda: len(supervisor.status(state).ranks) == 2)
+    for command in (["chat", "?"], ["why"]):
+        ran = tidectl(*command)
+        assert ran.exit_code == 4
+        assert f"{profile} is starting" in ran.stderr
+        assert "tidectl status" in ran.stderr
+        assert "8000" not in ran.stderr
+    assert tidectl("chat", "?", "--url", f"127.0.0.1:{free_ports(1)}").exit_code == 3  # of another server
+
+
 def test_a_port_below_1024_needs_a_privilege(monkeypatch: pytest.MonkeyPatch) -> None:
     from tided.errors import PermissionError_
 

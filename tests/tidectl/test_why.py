@@ -32,7 +32,7 @@ def test_each_expert_is_told_with_what_happened_to_it(tidectl: Tidectl, server: 
     ran = tidectl("why", "--url", server.url)
     assert ran.exit_code == 0
     [head, first, second] = ran.stdout.splitlines()
-    assert head.split() == ["layer", "expert", "picks", "missed", "read", "before", "use", "what", "happened"]
+    assert head.split() == ["layer", "expert", "picks", "missed", "weight", "read", "before", "use", "what", "happened"]
     assert first.split()[:5] == ["3", "17", "4", "1.50", "0.50"]
     assert "read began at 0.21 s, step 12 (prompt, for 3/1); routable at 0.39 s, step 14" in first
     assert second.split() == ["0", "2", "9"]
@@ -55,3 +55,10 @@ def test_an_unknown_request_is_told_with_the_next_step(tidectl: Tidectl, server:
     assert ran.exit_code == 1
     assert "nothing is known of the request chatcmpl-8" in ran.stderr
     assert "the last requests alone are kept" in ran.stderr
+
+
+def test_that_no_request_has_ended_is_told(tidectl: Tidectl, server: Canned) -> None:
+    ran = tidectl("why", "--url", server.url)
+    assert ran.exit_code == 1
+    assert "no request has ended yet, or this is no TideLM server" in ran.stderr
+    assert "latest" not in ran.stderr
