@@ -74,7 +74,7 @@ def test_random_changes_agree_with_the_books_of_the_motion():
         for _ in range(6):
             weights[dice.randrange(3), dice.randrange(16)] = dice.random()
         if motion.stepped(4):
-            motion.observe(weights)
+            motion.observe(weights, np.full(3, 4))
         if step % 20 == 0:
             motion.take_plan([((0, 0), (0, 9))], "test")
         change, _ = motion.change()

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from engine_fakes import EXPERTS, LAYERS, PAIRS, SWAPS, TOP_K
 
 from tided.control.messages import Load, Swap
 from tided.engine.motion import Motion
+from tided.experts.tables import DemandTap, Together
 from tided.tide.demand import RouterShape
 from tided.tide.hot import HotReads
 
@@ -19,13 +21,14 @@ def motion(ranks: int = 1, spare: int = 2, ring: int = 0) -> Motion:
 
 def wants(motion: Motion, *pairs, tokens: int = 8) -> None:
     """Steps of one row each, all of whose weight is on these pairs."""
-    weights = np.zeros((LAYERS, EXPERTS))
+    weights, rows = np.zeros((LAYERS, EXPERTS)), np.zeros(LAYERS)
     for _ in range(tokens):
         for pair in pairs:
             weights[pair] += 1.0
+        rows += 1
         if motion.stepped(1):
-            motion.observe(weights)
-            weights[:] = 0.0
+            motion.observe(weights, rows)
+            weights[:] = rows[:] = 0.0
 
 
 def loads(change) -> list:
@@ -120,10 +123,45 @@ def test_what_is_missed_badly_is_read_and_joins_the_ring_when_every_rank_has_it(
 def test_the_ring_looks_once_a_few_rows_have_come_together():
     m = motion(ring=4)
     assert [m.stepped(1) for _ in range(4)] == [False, False, False, True]
-    m.observe(np.ones((LAYERS, EXPERTS)))
+    m.observe(np.ones((LAYERS, EXPERTS)), np.full(LAYERS, 4))
     assert [m.stepped(3), m.stepped(3)] == [False, True]
-    m.observe(np.ones((LAYERS, EXPERTS)))
+    m.observe(np.ones((LAYERS, EXPERTS)), np.full(LAYERS, 6))
     assert m.stepped(256), "a prompt's chunk is looked at at once"
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["by_layer", "captured"])
+def test_layers_that_compute_only_the_last_rows_of_a_chunk_are_expected_to_be_wanted_as_much(together):
+    """Bounded replay: behind the last KV source a chunk of 2,048 rows is one of 128."""
+    m, tap = motion(ring=4), DemandTap(1, LAYERS, EXPERTS, torch.device("cpu"))
+    counts = [2048, *[128] * (LAYERS - 1)]
+    for _ in range(4):
+        tap.begin_step()
+        for layers in [[0], range(1, LAYERS)]:
+            rows = counts[layers[0]]
+            wanted = torch.arange(TOP_K).expand(len(layers), rows, TOP_K)
+            weights = torch.full(wanted.shape, 1.0 / TOP_K)
+            lanes = torch.zeros(rows, dtype=torch.int64)
+            parts = (wanted, weights, weights, torch.zeros_like(wanted, dtype=torch.bool))
+            if together:
+                tap.record_step(Together(torch.tensor(layers), lanes, *parts, None))
+            for at, layer in enumerate([] if together else layers):
+                tap.record(layer, lanes, *(part[at] for part in parts))
+        assert m.stepped(2048)
+        weights, rows = tap.take_wanted()
+        assert rows.tolist() == counts
+        m.observe(weights.numpy(), rows.numpy())
+    np.testing.assert_allclose(m.hot.scores().sum(axis=1), np.ones(LAYERS), rtol=1e-3)
+    np.testing.assert_allclose(m.hot.scores(), np.broadcast_to(m.hot.scores()[:1], (LAYERS, EXPERTS)), rtol=1e-3)
+
+
+def test_the_weight_that_an_entry_served_is_of_the_rows_that_its_layer_computed():
+    m = motion(ring=2)
+    filled(m, (1, 7))
+    weights, rows = np.zeros((LAYERS, EXPERTS)), np.full(LAYERS, 2048)
+    weights[1, 7], rows[1] = 32.0, 128
+    assert m.stepped(2048)
+    m.observe(weights, rows)
+    assert m.count.used_weight == 32.0
 
 
 def test_without_a_ring_nothing_is_read_by_itself():
@@ -207,8 +245,8 @@ def test_any_traffic_leaves_books_that_agree(seed):
     resident, ring, reading = set(PAIRS), set(), {}
     for _ in range(300):
         weights = random.random((LAYERS, EXPERTS)) ** 6
-        if m.stepped(int(random.integers(1, 6))):
-            m.observe(weights)
+        if m.stepped(count := int(random.integers(1, 6))):
+            m.observe(weights, np.full(LAYERS, count))
         if random.random() < 0.1:
             m.take_plan([(out, in_) for out, in_ in zip(sorted(resident), ABSENT, strict=False)], "test")
         told = [ticket for ticket in reading if random.random() < 0.4]

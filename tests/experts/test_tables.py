@@ -48,9 +48,11 @@ def test_the_weights_wanted_since_the_last_time_are_those_of_all_lanes_without_t
         record(tap)
     expected = torch.zeros(2, 4)
     expected[1] = steps * torch.tensor([0.6, 0, 0.5, 0.75 + 0.5 + 0.4])
-    torch.testing.assert_close(tap.take_wanted(), expected)
+    weights, rows = tap.take_wanted()
+    torch.testing.assert_close(weights, expected)
+    assert rows.tolist() == [0, 3 * steps]
     tap.begin_step()
-    assert not tap.take_wanted().any()
+    assert not any(part.any() for part in tap.take_wanted())
     assert tap.counts.sum() == 6 * steps
 
 
@@ -72,6 +74,14 @@ def test_layers_with_other_rows_are_added_with_theirs():
     )
     assert tap.counts[1].sum(1).tolist() == [2, 4]
     assert len(tap.wishes[-1]) == 2
+    assert tap.take_wanted().rows.tolist() == [1, 3]
+
+
+def test_rows_that_were_given_up_are_no_rows_of_a_layer():
+    tap = DemandTap(2, 2, 4, CPU)
+    record(tap)
+    tap.keep(1, 1)
+    assert tap.take_wanted().rows.tolist() == [0, 2]
 
 
 def test_taking_a_lane_empties_it_alone_and_gives_copies():

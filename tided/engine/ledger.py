@@ -105,7 +105,8 @@ class Ledger:
         if step.work is not None:
             rows = step.work.count if isinstance(step.work, Prefill) else len(outcome.tokens)
             if self._motion.stepped(rows):
-                self._motion.observe(self._executor.tap.take_wanted().cpu().numpy())
+                weights, of_layer = self._executor.tap.take_wanted()
+                self._motion.observe(weights.cpu().numpy(), of_layer.cpu().numpy())
         if isinstance(step.work, Prefill):
             stats = self._stats(step.work.lane)
             stats.chunk(step.work.count, seconds)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from tided.control.messages import Change, Load, Swap
 from tided.engine.ports import Pair, PairSwap
@@ -112,9 +113,10 @@ class Motion:
         self._rows += rows
         return self.has_ring and self._rows >= LOOK_ROWS
 
-    def observe(self, weights: Grid) -> None:
-        """weights [layers, experts]: what the rows since the last look wanted. Hot reads follow with the next step."""
-        flat = weights.ravel()
+    def observe(self, weights: Grid, rows: npt.NDArray[np.float32]) -> None:
+        """What the rows since the last look wanted: weights [layers, experts], summed over the `rows` [layers] that
+        each layer computed. Hot reads follow with the next step."""
+        flat = (weights / np.maximum(rows, 1.0)[:, None]).ravel()
         wanted = np.flatnonzero(flat)
         self.hot.observe(wanted, flat[wanted], self._rows)
         self._rows, self._due = 0, True

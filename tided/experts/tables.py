@@ -81,6 +81,13 @@ class Wish(NamedTuple):
     weights: Tensor
 
 
+class Wanted(NamedTuple):
+    """weights [layers, experts] fp32: the routing weight that rows wanted; rows [layers] fp32: how many a layer had."""
+
+    weights: Tensor
+    rows: Tensor
+
+
 TOTALS = 8
 KEPT_STEPS = 8  # whose wishes wait for whoever asks; a rank that nobody asks keeps no more
 
@@ -226,19 +233,22 @@ class DemandTap:
         picks, weight = known.sum(dim=(0, 2)), (known * weights[..., None]).sum(dim=(0, 2))
         return torch.cat([picks[:, :2], weight[:, :2], picks[:, 2:], weight[:, 2:]], dim=1)
 
-    def take_wanted(self) -> Tensor:
-        """[layers, experts] fp32: the routing weight that rows wanted since the last call (of the newest KEPT_STEPS
-        steps), before residency and over all lanes; picks lighter than `light` count for nothing."""
+    def take_wanted(self) -> Wanted:
+        """What rows wanted since the last call (of the newest KEPT_STEPS steps), before residency and over all lanes;
+        picks lighter than `light` count for nothing. Layers may have computed other rows than those before them
+        (bounded replay)."""
         self.add_up()
         _, layers, experts = self._counts.shape
         total = torch.zeros(layers * experts, device=self._counts.device)
+        rows = torch.zeros(layers, device=self._counts.device)
         wishes = [wish for step in self.wishes for wish in step]
         self.wishes = deque([[]], maxlen=KEPT_STEPS)
         for wish in wishes:
             where = (wish.layers[:, None, None] * experts + wish.wanted).flatten()
             weights = torch.where(wish.weights >= self.light, wish.weights, 0.0)
             total.index_add_(0, where, weights.flatten())
-        return total.view(layers, experts)
+            rows[wish.layers] += wish.wanted.shape[1]
+        return Wanted(total.view(layers, experts), rows)
 
     def peek(self, lane: int) -> tuple[Tensor, Tensor, Tensor]:
         """What `take` would give now, and nothing starts again. Views: they change with the next step."""

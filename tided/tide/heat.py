@@ -49,15 +49,15 @@ class Heat:
         self._set(-2, kin)
 
     def observe(self, pairs: Indices, weights: Weights, tokens: int) -> None:
-        """The router's wish in one step, resident or not, of `tokens` rows that count: pairs [n] as layer * experts +
-        expert, weights [n] normalised to 1 a row and layer. Repeated pairs add up; a weight of 0 counts for nothing.
-        Raises ValueError for what no router gives."""
+        """The router's wish in `tokens` tokens, resident or not: pairs [n] as layer * experts + expert, weights [n] as
+        means over the rows of their layer, so that each layer sums to 1 however many of the tokens it computed.
+        Repeated pairs add up; a weight of 0 counts for nothing. Raises ValueError for what no router gives."""
         if tokens <= 0 or not len(pairs):
             return
         if not (np.isfinite(weights).all() and (weights >= 0).all()):
             raise ValueError("routing weights must be finite and not negative")
         self._learn_shares(pairs, weights, tokens)
-        seen = np.bincount(pairs, weights, minlength=self._parts.shape[1]) / tokens
+        seen = np.bincount(pairs, weights, minlength=self._parts.shape[1])
         keep = np.exp(-tokens / self._horizons)[:, None]
         self._parts[self._running] *= keep
         self._parts[self._running] += (1.0 - keep) * seen

@@ -3,7 +3,7 @@
 Rank 0 owns one `HotReads`:
 
     hot = HotReads(shape, residents, ring_slots, floor, pilot.scores())
-    each step, prompts too        hot.observe(pairs, weights, tokens)      what the router wanted
+    each step, prompts too        hot.observe(pairs, weights, tokens)      what the router wanted, as means by layer
     each step after that          moves = hot.moves(reads)                 `reads`: what the step's disk time is worth
         moves.promote             roles are exchanged, nothing is read: the resident is an entry of the ring from now on
                                   and the entry a resident (`pilot.applied(moves.promote)`); both stay routable
@@ -86,8 +86,8 @@ class HotReads:
         return [self._pair(int(index)) for index in np.flatnonzero(self._resident)]
 
     def observe(self, pairs: npt.ArrayLike, weights: npt.ArrayLike, tokens: int) -> None:
-        """The router's true top-k of one step, before residency, over all lanes: pairs [n] as layer * experts + expert,
-        weights [n] normalised to 1 a row and layer (0 for rows of rejected drafts); `tokens`: rows that count."""
+        """The router's true top-k of `tokens` tokens, before residency, over all lanes: pairs [n] as layer * experts +
+        expert, weights [n] as means over the rows of their layer that count (`Heat.observe`)."""
         index, weight = np.asarray(pairs, dtype=np.int64).ravel(), np.asarray(weights, dtype=np.float64).ravel()
         self._used = np.unique(index)
         self.heat.observe(index, weight, tokens)

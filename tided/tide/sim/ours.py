@@ -129,7 +129,7 @@ class Ours(_Piloted):
 
     def observe(self, picks: Picks, weights: Floats, is_prompt: bool) -> None:
         super().observe(picks, weights, is_prompt)
-        self.hot.observe(picks, weights, len(picks))
+        self.hot.observe(picks, weights / len(picks), len(picks))
 
     def moves(self, reads: int) -> Moves:
         moves = self.hot.moves(reads)
