@@ -15,7 +15,7 @@ def at_rest(rank, tampered: bool = False) -> None:
     check_arena(rank.residents)
     assert executor._swaps_read.keys() == rank.residents._reading.keys()
     caching = executor.caching
-    assert (caching.kept, caching.recalling, caching.parked.lanes) == (0, 0, [])
+    assert (caching.kept, caching.recalling, caching._found, caching.parked.lanes) == (0, 0, {}, [])
     assert caching.background._pending_bytes == 0
     check_prefixes(caching.prefixes, tampered)
     if caching.plan.folder is not None:

@@ -1,6 +1,9 @@
 """Contexts that leave the pool and come back, on a real model: nothing of an answer tells (C5)."""
 
 import json
+import queue
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -8,10 +11,13 @@ import torch
 from msgspec.structs import replace
 from real_pair import GOLDEN, Served, opened
 
+from tided.cache.prefix import Snapshot
 from tided.control.messages import Recall, Restore
 from tided.engine.build import build_rank, open_model
+from tided.engine.caching import CachePlan, Caching
 from tided.engine.offline import first_pairs
 from tided.engine.types import Request, Sampling
+from tided.errors import PairError
 from tided.models.parallel import Alone
 from tided.settings import Cache
 
@@ -117,6 +123,82 @@ def test_a_prefix_of_another_fidelity_or_of_substitutes_is_not_reused():
     exact = replace(ask("exact", LONG), fidelity="exact")
     served = Served(model(prefix_ram_bytes=RAM), [ask("fast", LONG), exact, replace(exact, request_id="twice")])
     assert [cached(served, name) for name in ("fast", "exact", "twice")] == [0, 0, 230]
+
+
+class SlowDisk:
+    """A rank's caches, whose every read brings a snapshot once it may: what is alive of those is counted."""
+
+    def __init__(self) -> None:
+        self.caching = Caching(None, CachePlan(ram_bytes=RAM))  # type: ignore[arg-type]  # no lane is restored
+        self.caching.prefixes.read = self._read  # type: ignore[method-assign]
+        self.begun: queue.Queue[str] = queue.Queue()
+        self.may_end = threading.Semaphore(0)
+        self.read = 0
+        self._parts: list[weakref.ref[torch.Tensor]] = []
+
+    def _read(self, keys):
+        self.begun.put(keys[0])
+        assert self.may_end.acquire(timeout=60)
+        self.read += 1
+        part = torch.zeros(1)
+        self._parts.append(weakref.ref(part))
+        return [0], 0, Snapshot(keys[0], 1, {"window": part}, ())
+
+    def all_read(self) -> None:
+        """Whatever was handed to the reader is done."""
+        done = threading.Event()
+        self.caching.background.read(done.set)
+        assert done.wait(60)
+
+    @property
+    def kept(self) -> int:
+        return sum(ref() is not None for ref in self._parts)
+
+
+def test_of_what_was_forgotten_before_it_was_read_nothing_is_read_or_kept():
+    """Forgotten inside its read, behind it, and before it; as by clients that hang up while the disk is slow."""
+    disk = SlowDisk()
+    caching = disk.caching
+    for ticket in range(39):
+        caching.recall(Recall(ticket, [str(ticket)]))
+        if ticket == 0:
+            assert disk.begun.get(timeout=60) == "0"
+        caching.forget(ticket)
+    caching.recall(Recall(39, ["39"]))
+    disk.may_end.release(40)
+    disk.all_read()
+    assert (disk.read, disk.kept, caching.recalling) == (2, 1, 1)
+    caching.check([])
+    caching.forget(39)
+    assert (disk.kept, caching.recalling, caching.answers()) == (0, 0, [])
+    caching.close()
+
+
+def test_what_is_asked_for_is_answered_once_and_kept_until_it_is_forgotten():
+    disk = SlowDisk()
+    caching = disk.caching
+    disk.may_end.release(2)
+    for ticket in (1, 2):
+        caching.recall(Recall(ticket, ["a"]))
+    disk.all_read()
+    assert caching.recalling == 2
+    assert [answer.ticket for answer in caching.answers()] == [1, 2]
+    assert (caching.answers(), caching.recalling, caching.kept, disk.kept) == ([], 0, 2, 2)
+    for ticket in (1, 2):
+        caching.forget(ticket)
+    assert (caching.kept, disk.kept) == (0, 0)
+    caching.close()
+
+
+def test_books_that_hold_an_answer_for_nobody_are_told():
+    disk = SlowDisk()
+    disk.may_end.release()
+    disk.caching.recall(Recall(1, ["a"]))
+    disk.all_read()
+    disk.caching._asked.clear()
+    with pytest.raises(PairError, match="for nobody"):
+        disk.caching.check([])
+    disk.caching.close()
 
 
 def lane_at(rank, prompt, chunk: int = 16):

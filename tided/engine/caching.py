@@ -2,7 +2,7 @@
 prompt cache, and what is read back for either. Called by the executor between steps; the files are `tided.cache`'s."""
 
 import logging
-import queue
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +67,9 @@ class Caching:
         self.prefixes = PrefixCache(
             plan.ram_bytes, plan.disk_bytes, folder / "prefix" if folder else None, self.background
         )
-        self._answers: queue.SimpleQueue[tuple[Answer, Snapshot | None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of the two that the reader's thread shares: what is found is always asked for
         self._asked: set[int] = set()
+        self._found: dict[int, tuple[Answer, Snapshot | None]] = {}  # read, and not told yet
         self._read: dict[int, Snapshot] = {}
 
     # Reading back
@@ -79,11 +80,22 @@ class Caching:
         return len(self._asked)
 
     def recall(self, recall: Recall) -> None:
-        self._asked.add(recall.ticket)
-        self.background.read(lambda: self._answers.put(self._answer(recall)))
+        with self._lock:
+            self._asked.add(recall.ticket)
+        self.background.read(lambda: self._find(recall))
+
+    def _find(self, recall: Recall) -> None:
+        """On the reader's thread. What nobody asks for any more is not read; nor is it kept, where it was."""
+        with self._lock:
+            if recall.ticket not in self._asked:
+                return
+        found = self._answer(recall)
+        with self._lock:
+            if recall.ticket in self._asked:
+                self._found[recall.ticket] = found
 
     def _answer(self, recall: Recall) -> tuple[Answer, Snapshot | None]:
-        """On the reader's thread. Whatever goes wrong is an answer too: others wait for it."""
+        """Whatever goes wrong is an answer too: others wait for it."""
         try:
             if recall.lane >= 0:
                 there = self.parked.load(recall.lane)
@@ -96,18 +108,16 @@ class Caching:
 
     def answers(self) -> list[Answer]:
         """Those since the last call."""
-        found = []
-        while not self._answers.empty():
-            answer, snapshot = self._answers.get()
-            if answer.ticket in self._asked:
-                self._asked.remove(answer.ticket)
-                found.append(answer)
-                if snapshot is not None:
-                    self._read[answer.ticket] = snapshot
-        return found
+        with self._lock:
+            found, self._found = self._found, {}
+            self._asked -= found.keys()
+        self._read |= {ticket: snapshot for ticket, (_, snapshot) in found.items() if snapshot is not None}
+        return [answer for answer, _ in found.values()]
 
     def forget(self, ticket: int) -> None:
-        self._asked.discard(ticket)
+        with self._lock:
+            self._asked.discard(ticket)
+            self._found.pop(ticket, None)
         self._read.pop(ticket, None)
 
     # Snapshots
@@ -195,11 +205,16 @@ class Caching:
         return len(self._read)
 
     def check(self, parked: Sequence[int]) -> None:
-        """Raises PairError unless the books of the caches agree, and these lanes are the parked ones."""
+        """Raises PairError unless the books of the caches agree, what was read is asked for, and these lanes are the
+        parked ones."""
         try:
             self.prefixes.check()
         except AssertionError as error:
             raise PairError(f"the prompt cache: {error}") from error
+        with self._lock:
+            stray = self._found.keys() - self._asked
+        if stray:
+            raise PairError(f"{len(stray)} contexts are read back for nobody")
         if self.parked.lanes != sorted(parked):
             raise PairError(f"contexts of lanes {self.parked.lanes} are parked, where {sorted(parked)} should be")
 
