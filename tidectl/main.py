@@ -234,6 +234,11 @@ def why(
     The server keeps this of its newest requests: numbers alone, no text.
 
     \b
+    Why it moved: "prompt", by a plan behind a prompt or a part of it; "decode" and "urgent", by one during an
+    answer (urgent: it missed badly); "idle", by one between requests; "hot read", for a missed pick at once.
+    "for L/E" names the expert that gave way to it, E of layer L.
+
+    \b
       tidectl why
       tidectl why chatcmpl-0uS4GkMYd0dUqhTxYR8zTqzq --top 50
     """
@@ -291,12 +296,15 @@ def logits(
 
 @app.command()
 def render(
-    family: Annotated[
-        Literal["deepseek-v41", "glm53"], typer.Option(help="The model family whose prompt format is used.")
-    ],
     profile: Annotated[
         str | None,
-        typer.Argument(metavar="PROFILE", autocompletion=profile_names, help="Whose tokenizer and defaults count."),
+        typer.Argument(
+            metavar="PROFILE", autocompletion=profile_names, help="Whose model family, tokenizer and defaults count."
+        ),
+    ] = None,
+    family: Annotated[
+        Literal["deepseek-v41", "glm53"] | None,
+        typer.Option(help="The model family whose prompt format is used.  [default: the profile's]"),
     ] = None,
     api: Annotated[
         Literal["openai", "anthropic"], typer.Option(help="Whose body comes in: chat completions, or messages.")
@@ -310,7 +318,7 @@ def render(
     \b
       tidectl render --family deepseek-v41 < body.json
       tidectl render --family glm53 --api anthropic < body.json
-      tidectl render mini-deepseek --family deepseek-v41 --ids < body.json
+      tidectl render mini-deepseek --ids < body.json
     """
     from tidectl import profiles, render
 

@@ -26,28 +26,31 @@ AFFECTS = {
 
 def check(path: Path, as_json: bool) -> int:
     """The exit code: 78 when the profile has an error."""
-    problems = _problems(path)
+    problems, looked = _problems(path)
     errors = sum(problem.severity == "error" for problem in problems)
     if as_json:
         findings = [msgspec.to_builtins(problem) for problem in problems]
         emit("profile-check/1", {"file": str(path), "ok": not errors, "problems": findings})
     elif problems:
         say(profile.render(problems))
+        if not looked:
+            say("the checkpoint has not been looked at yet")
     if not errors and not as_json:
         say(f"{path}: a valid profile")
     return 78 if errors else 0
 
 
-def _problems(path: Path) -> list[Problem]:
-    """Everything that a start here would refuse. The ports of what runs already are its own."""
+def _problems(path: Path) -> tuple[list[Problem], bool]:
+    """Everything that a start here would refuse, and whether the checkpoint was looked at, which waits for keys that
+    are right. The ports of what runs already are its own."""
     found = profile.check(path)
     if any(problem.severity == "error" for problem in found):
-        return found
+        return found, False
     settings = profile.load(path)
     found += fits.misfits(settings, path)
     if not supervisor.is_locked(chosen_dir()):
         found += preflight.machine_notes(settings, path)
-    return in_order(found)
+    return in_order(found), True
 
 
 def list_bundled(as_json: bool) -> None:

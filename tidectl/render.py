@@ -9,11 +9,12 @@ from typing import Any, Literal
 import msgspec
 
 from tidectl import stdin
+from tidectl.fits import MAX_CONFIG_BYTES
 from tided.api.chat_request import read_conversation
 from tided.api.messages import parse_tools
 from tided.api.shape import parse_choice, parse_format
 from tided.chat.anthropic import parse_request
-from tided.chat.families import FAMILIES, GLM53, Family
+from tided.chat.families import FAMILIES, GLM53, Family, family_of
 from tided.chat.fields import Fields, refuse
 from tided.chat.messages import Conversation
 from tided.chat.shape import AnswerShape
@@ -24,13 +25,18 @@ _OPTIONS = ("tool_choice", "response_format", "continue_final_message")
 _UNDERSTOOD = {"thinking", "reasoning_effort", "clear_thinking", "task", "add_generation_prompt", *_OPTIONS}
 
 
-def run(family: str, api: Literal["openai", "anthropic"], profile: Path | None, as_ids: bool) -> None:
+def run(name: str | None, api: Literal["openai", "anthropic"], profile: Path | None, as_ids: bool) -> None:
+    """`name` of the family; None: that of the profile's checkpoint."""
     if as_ids and profile is None:
-        raise UsageError("--ids needs a profile, for its tokenizer", hint="tidectl render PROFILE --family F --ids")
+        raise UsageError("--ids needs a profile, for its tokenizer", hint="tidectl render PROFILE --ids")
+    if name is None and profile is None:
+        hint = "tidectl render PROFILE, or tidectl render --family deepseek-v41"
+        raise UsageError("name a profile or a family: whose prompt format is it?", hint=hint)
     body = stdin.json_object(stdin.text(), "stdin")
-    thinking, tokenizer = _of_profile(profile, as_ids)
+    of_profile, thinking, tokenizer = _of_profile(profile, name is None, as_ids)
+    family = of_profile or FAMILIES[name or ""]
     try:
-        prompt = FAMILIES[family].encode_prompt(conversation(FAMILIES[family], api, body, thinking))
+        prompt = family.encode_prompt(conversation(family, api, body, thinking))
         text = prompt.text if tokenizer is None else json.dumps(tokenizer.encode(prompt.segments)) + "\n"
     except RequestError as error:
         raise DataError(error.what, where="stdin") from error
@@ -40,14 +46,26 @@ def run(family: str, api: Literal["openai", "anthropic"], profile: Path | None, 
     sys.stdout.buffer.flush()
 
 
-def _of_profile(profile: Path | None, as_ids: bool) -> tuple[bool, Tokenizer | None]:
-    """(whether to think when a request does not say, the tokenizer where one is needed)."""
+def _of_profile(profile: Path | None, of_family: bool, as_ids: bool) -> tuple[Family | None, bool, Tokenizer | None]:
+    """(the family, where asked for; whether to think when a request does not say; the tokenizer, where needed)."""
     if profile is None:
-        return True, None
+        return None, True, None
     from tided.profile import load
 
     settings = load(profile)
-    return settings.server.thinking, Tokenizer.open(Path(settings.model.path)) if as_ids else None
+    checkpoint = Path(settings.model.path)
+    family = _family_at(checkpoint / "config.json") if of_family else None
+    return family, settings.server.thinking, Tokenizer.open(checkpoint) if as_ids else None
+
+
+def _family_at(config: Path) -> Family:
+    try:
+        with config.open("rb") as file:
+            found = msgspec.json.decode(file.read(MAX_CONFIG_BYTES), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        hint = "name the family with --family"
+        raise DataError("the model family cannot be read there", where=str(config), hint=hint) from error
+    return family_of(found)
 
 
 def conversation(family: Family, api: str, body: dict[str, Any], thinking: bool) -> Conversation:

@@ -133,3 +133,7 @@ async def test_what_is_wrong_is_named_as_the_client_knows_it(server, fields, par
     error = await server.refused({"input": "x", **fields}, **PATH)
     assert error["param"] == param
     assert "messages" not in error["message"]
+
+
+async def test_an_input_that_is_neither_text_nor_items(server):
+    assert (await server.refused({"input": 5}, **PATH))["message"] == "input: expected a text or an array, got 5"

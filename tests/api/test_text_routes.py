@@ -61,7 +61,8 @@ async def test_what_a_message_and_a_forced_call_would_be(server, engine):
     ("path", "body", "param"),
     [
         ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {}, "messages"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),

@@ -167,6 +167,7 @@ def test_profile_check_tells_all_and_says_78(tidectl: Tidectl, tmp_path: Path) -
     assert (ran.exit_code, ran.stdout) == (78, "")
     assert f"{path}:2:1: error: unknown key 'model.paht'" in ran.stderr
     assert "did you mean 'path'?" in ran.stderr
+    assert ran.stderr.endswith("the checkpoint has not been looked at yet\n")
     found = json.loads(tidectl("profile", "check", str(path), "--json").stdout)
     assert (found["schema"], found["ok"], found["file"]) == ("tidectl.profile-check/1", False, str(path))
     assert {"line": 2, "column": 1, "severity": "error", "suggestion": "did you mean 'path'?"}.items() <= next(
@@ -186,6 +187,7 @@ def test_bundled_profiles_check_clean_by_name(tidectl: Tidectl, name: str) -> No
 def test_notes_do_not_fail_a_check(tidectl: Tidectl) -> None:
     ran = tidectl("profile", "check", "ds41-mxfp4")
     assert "note: " in ran.stderr
+    assert "has not been looked at" not in ran.stderr
     assert ran.exit_code == 0
 
 

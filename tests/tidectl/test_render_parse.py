@@ -81,7 +81,7 @@ def test_an_api_body_is_translated_and_a_template_variable_is_not(tidectl: Tidec
     ("arguments", "body", "code", "words"),
     [
         (["render", "--family", "gpt"], "{}", 2, "gpt"),
-        (["render"], "{}", 2, "family"),
+        (["render"], "{}", 2, "name a profile or a family"),
         (["render", "--family", "glm53", "--ids"], "{}", 2, "needs a profile"),
         (["render", "--family", "glm53"], "{\n x", 65, "stdin:2:2: is not JSON"),
         (["render", "--family", "glm53"], "[1]", 65, "expected a JSON object"),
@@ -141,3 +141,16 @@ def test_no_torch(command: str) -> None:
     code = f"import sys, tidectl.{command}; print(*{{'torch', 'numpy', 'aiohttp', 'triton'}} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout.strip() == "", ran.stderr
+
+
+def test_a_profile_tells_the_family(tidectl: Tidectl, tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    named = rendered(tidectl, body, "mini-deepseek", "--family", "deepseek-v41")
+    assert rendered(tidectl, body, "mini-deepseek") == named
+    assert rendered(tidectl, body, "mini-deepseek", "--family", "glm53") != named  # what is named wins
+    profile = tmp_path / "p.toml"
+    profile.write_text(
+        "[model]\npath='.'\nserved_name='a'\n[experts]\nresident=1\n[cache]\ncontext_tokens=16\npool_tokens=16"
+    )
+    ran = tidectl("render", str(profile), stdin=json.dumps(body))
+    assert (ran.exit_code, "--family" in ran.stderr) == (65, True)

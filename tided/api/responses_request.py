@@ -86,9 +86,11 @@ def _messages(body: Fields) -> tuple[list[dict[str, Any]], list[int]]:
     given = body.get("input")
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}], [*origins, 0]
+    if given is not None and not isinstance(given, list):
+        body.wrong("input", "a text or an array")
     items = body.array("input", MAX_ITEMS)
     if not items:
-        refuse("input", "expected a string or an array of at least one item")
+        refuse("input", "expected a text or an array of at least one item")
     for at, item in enumerate(items):
         if not isinstance(item, dict):
             refuse(f"input[{at}]", "expected an object")

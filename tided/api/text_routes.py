@@ -94,6 +94,8 @@ def tokenize_asked(body: bytes | bytearray, served: ServedModel, alive: Callable
     alive()
     fields = Fields(value)
     prompt, spells = fields.string("prompt"), fields.boolean("return_token_strs") or False
+    if prompt is None and value.get("messages") is None:
+        refuse("prompt", "expected prompt (a text) or messages (an array)")
     if prompt is None:
         return Asked([], prepare_object(value, served, alive, new_id("tokens-")), spells)
     begin = served.family.begin if fields.boolean("add_special_tokens") else ()
