@@ -136,6 +136,7 @@ def facts(model: Model) -> dict[str, Any]:
         "votes": round(float(demand.mass.sum(axis=1).mean()), 3),
         "sensitivity": tide.sensitivity,
         "half_life_requests": pilot.sensitivity.half_life if pilot.sensitivity.adapts else None,
+        "hot_ring_slots": tide.hot_ring_slots,
         "history_weight": round(float(observed_weight(demand, tide.prior_votes).mean()), 4),
         "prior": {"seed": tide.seed, "votes": tide.prior_votes},
         "running": live is not None,
@@ -177,13 +178,19 @@ def _moved(scores: Grid, prior: Grid, kept: Grid) -> list[dict[str, Any]]:
     ]
 
 
+def _off(ring_slots: int) -> str:
+    """Plans end with the sensitivity; hot reads do not."""
+    moves = "the ring still exchanges residents for what it read" if ring_slots else "the set stands"
+    return f"off: no plans and no aging, {moves}"
+
+
 def _summary(known: dict[str, Any]) -> "RenderableType":
     from rich.table import Table
 
     half_life = known["half_life_requests"]
     coverage = known["coverage_by_layer"]
     seen = f"{known['requests']} requests, worth {known['votes']:.1f} votes now"
-    aging = f"{known['sensitivity']}: half after {half_life:.1f} more" if half_life else "off: the set stands"
+    aging = f"{known['sensitivity']}: half after {half_life:.1f} more" if half_life else _off(known["hot_ring_slots"])
     prior = f"{known['prior']['votes']:g} votes of {known['prior']['seed'] or 'an even spread'}"
     topic, share = next(iter(known["coverage_by_topic"].items()), ("", 0.0))
     rows = [

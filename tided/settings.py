@@ -77,7 +77,8 @@ class Tide(Section, frozen=True):
         _doc(
             "policy",
             "How fast the resident set follows new traffic: half-life of 40, 20, 10 or 5 requests; or the newest "
-            'request\'s share of all votes, "high" is 0.067.',
+            'request\'s share of all votes, "high" is 0.067. Off: no plans and no aging; a ring still exchanges '
+            "residents for what it read.",
         ),
     ] = "high"
     prior_votes: Annotated[

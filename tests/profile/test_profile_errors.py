@@ -109,7 +109,8 @@ or a number from 0 to below 0.5, not the string "hihg"
  25 | sensitivity = "hihg"
     |               ^^^^^^
     = rule: tide.sensitivity: How fast the resident set follows new traffic: half-life of 40, 20, 10 or 5 requests; \
-or the newest request's share of all votes, "high" is 0.067.
+or the newest request's share of all votes, "high" is 0.067. Off: no plans and no aging; a ring still exchanges \
+residents for what it read.
     = help: did you mean 'high'?
 
 FILE:26:15: error: 'tide.prior_votes' must be a number from 0 to 1000000, not the number nan

@@ -10,6 +10,7 @@ from tided.errors import ConfigError, PairError
 from tided.settings import Tide
 from tided.tide.demand import RouterShape, blended
 from tided.tide.history import History
+from tided.tide.hot import HotReads
 from tided.tide.pilot import Pilot, Planned
 from tided.tide.planner import boot_set, first_set
 from tided.tide.seed import Seed, load_seed
@@ -158,6 +159,22 @@ def test_a9_switched_off_the_set_stands_and_demand_is_still_recorded(tmp_path):
     assert [request(tide, Domain(2)) for _ in range(20)] == [(0, 0)] * 20
     assert tide.residents == before
     assert tide.history.demand.requests == 20
+
+
+def test_switched_off_a_ring_still_exchanges_residents_for_what_it_read(tmp_path):
+    """Without a ring the set stands (above)."""
+    tide = pilot(tmp_path, sensitivity="off")
+    before, wanted = set(tide.residents), [(0, 44), (0, 45), (0, 46), (0, 47)]
+    hot = HotReads(SHAPE, tide.residents, 2, tide.floor, tide.scores())
+    assert before.isdisjoint(wanted)
+    for _ in range(100):
+        hot.observe([layer * SHAPE.experts + expert for layer, expert in wanted], [0.25] * 4, 1)
+        moves = hot.moves(2)
+        tide.applied(moves.promote)
+        for pair in moves.load:
+            hot.published(pair)
+    assert set(tide.residents) - before <= set(wanted)
+    assert len(set(tide.residents) - before) >= 2
 
 
 def test_one_plan_a_request_when_idle(tmp_path):

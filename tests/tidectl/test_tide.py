@@ -76,6 +76,20 @@ def test_what_was_learned_is_shown(tidectl, model):
     assert "weakest layer" in screen
 
 
+@pytest.mark.parametrize(
+    ("ring_slots", "words"),
+    [(0, "no plans and no aging, the set stands"), (16, "the ring still exchanges residents for what it read")],
+)
+def test_switched_off_it_says_what_still_moves_the_set(tidectl, model, tmp_path, ring_slots, words):
+    text = MINI.read_text().replace('"../minis', f'"{MINI.parents[1]}/minis')
+    text = text.replace('sensitivity = "high"', f'sensitivity = "off"\nhot_ring_slots = {ring_slots}')
+    (profile := tmp_path / "off.toml").write_text(text)
+    screen = tidectl("tide", "show", str(profile)).stdout
+    assert "off: no plans" in screen
+    assert words in screen
+    assert ("the set stands" in screen) is not bool(ring_slots)
+
+
 def test_a_running_daemon_tells_its_residents_by_layer(tidectl, model, monkeypatch):
     learn(model)
     live = [31, 31, 31, 31, 31, 31, 31, 31, 32, 32]
