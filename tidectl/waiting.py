@@ -2,9 +2,10 @@
 
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from tidectl.output import console, is_terminal, plain, say
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 LINE_EVERY_S = 10.0
+TICK_S = 1.0  # how often it is looked whether a line is due
 
 
 class Item(NamedTuple):
@@ -34,10 +36,7 @@ Show = Callable[[Sequence[Item]], None]
 @contextmanager
 def waiting() -> Iterator[Show]:
     """Shows the items it is called with in place of those before; at the end a terminal is as it was."""
-    if not is_terminal(sys.stderr):
-        yield _Lines()
-        return
-    with _live() as show:
+    with _live() if is_terminal(sys.stderr) else _lines() as show:
         yield show
 
 
@@ -50,13 +49,44 @@ def _words(item: Item) -> str:
     return f"{item.name}{state}" + (f" ({item.detail})" if item.detail else "")
 
 
+@contextmanager
+def _lines() -> Iterator[Show]:
+    """A thread repeats the newest items, so that lines go on while the caller is busy."""
+    show, over = _Lines(), threading.Event()
+
+    def repeat() -> None:
+        with suppress(OSError):  # nobody reads them any more
+            while not over.wait(TICK_S):
+                show.again()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield show
+    finally:
+        over.set()
+        thread.join()
+
+
 class _Lines:
     def __init__(self) -> None:
         self._started_s = time.monotonic()
         self._next_s = self._started_s
         self._told: list[str] = []
+        self._items: Sequence[Item] = ()
+        self._lock = threading.Lock()
 
     def __call__(self, items: Sequence[Item]) -> None:
+        with self._lock:
+            self._items = items
+            self._tell(items)
+
+    def again(self) -> None:
+        with self._lock:
+            if self._items:
+                self._tell(self._items)
+
+    def _tell(self, items: Sequence[Item]) -> None:
         now_s, states = time.monotonic(), [_state(item) for item in items]
         if states != self._told or now_s >= self._next_s:
             self._told, self._next_s = states, now_s + LINE_EVERY_S

@@ -2,6 +2,7 @@
 
 import io
 import re
+import threading
 import time
 
 import pytest
@@ -154,6 +155,21 @@ def test_a_terminal_shows_all_ranks_alive_and_is_left_as_it_was() -> None:
     last = shown[shown.rindex("\x1b[?25h") :]
     assert "\x1b[1A\x1b[2K" in last  # the rows are gone
     assert STYLE_CODE.sub("", last).endswith("after\r\n")
+
+
+def test_off_a_terminal_lines_go_on_while_the_caller_is_busy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting, "LINE_EVERY_S", 0.02)
+    monkeypatch.setattr(waiting, "TICK_S", 0.01, raising=False)
+    threads, told, deadline = threading.active_count(), "", time.monotonic() + 10
+    with waiting.waiting() as show:
+        show([Item("loading the engine")])
+        while told.count("\n") < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            told += capsys.readouterr().err
+    assert told.count("loading the engine (") >= 3
+    assert threading.active_count() == threads  # none behind the end
 
 
 def test_a_live_view_without_colour() -> None:
