@@ -11,9 +11,9 @@ profile = typer.Typer(help="Check, list and explain profiles.", no_args_is_help=
 def profile_check(file: Profile, json: Json = False) -> None:
     """Tell everything that is wrong with a profile.
 
-    Its keys and values, and whether its checkpoint can do what it asks for. Exits with 78 on an error. A note is none;
-    it tells what else a start here and now would refuse: a missing checkpoint, a port in use, a key that this build
-    does not act on.
+    Its keys and values, and, once they are right, whether its checkpoint can do what it asks for. Exits with 78 on an
+    error. A note is none; it tells what else a start here and now would refuse: a missing checkpoint, a port in use, a
+    key that this build does not act on.
     """
     from tidectl import profile_commands, profiles
 

@@ -84,21 +84,24 @@ def _is_stopping(now: supervisor.Status) -> bool:
 
 def server_url(given: str | None) -> str:
     """Of the server that is named, else of the one that runs here, else the usual one. Raises UsageError, and
-    NotServingError for what runs here and has no server (yet)."""
+    NotServingError for what runs here and does not serve (yet)."""
     url = given or running_url()
-    if url is None:
+    if given is None:
         with suppress(PermissionError_, UnavailableError, OSError):  # no state directory: nothing of ours runs
-            _refuse_unready(look())
+            _refuse_unready(look(), url)
     return http.base_url(url or DEFAULT_URL)
 
 
-def _refuse_unready(now: Snapshot) -> None:
-    if now.state in ("serving", "stopped"):
-        return
+def _refuse_unready(now: Snapshot, url: str | None) -> None:
     name = profiles.name_of(now.profile) if now.profile else "a profile"
-    what = f"is {now.state}" if now.state != "degraded" else f"is in trouble: {now.trouble[0]}"
-    hint = "`tidectl status` shows how far it is" if now.state == "starting" else "see `tidectl status`"
-    raise NotServingError(f"{name} {what}; it has no server now", hint=f"{hint}; another server is named with --url")
+    other = "another server is named with --url"
+    if now.state == "starting":
+        hint = f"`tidectl status` shows how far it is; {other}"
+        raise NotServingError(f"{name} is starting: it answers no requests yet", hint=hint)
+    if now.state == "stopping":
+        raise NotServingError(f"{name} is stopping: it takes no new requests", hint=other)
+    if now.state == "degraded" and url is None:
+        raise NotServingError(f"{name} is in trouble: {now.trouble[0]}", hint=f"see `tidectl status`; {other}")
 
 
 def running_url() -> str | None:

@@ -307,12 +307,14 @@ def test_chat_finds_what_runs(tidectl: Tidectl, profile: Path) -> None:
     assert running_url() == f"http://127.0.0.1:{supervisor_port(profile)}"
 
 
+@pytest.mark.parametrize("late", ["0:hang,1:hang", "1:hang"], ids=["without a port", "with a port"])
 def test_chat_and_why_tell_of_a_start_that_is_under_way(
-    tidectl: Tidectl, profile: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+    tidectl: Tidectl, profile: Path, state: Path, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    monkeypatch.setenv("FAKE_DAEMON", "0:hang,1:hang")
+    monkeypatch.setenv("FAKE_DAEMON", late)
     supervisor.start(profile, state)
-    within(20, lambda: len(supervisor.status(state).ranks) == 2)
+    phases = ["loading", "loading"] if late.startswith("0") else ["ready", "loading"]
+    within(20, lambda: [rank.phase for rank in supervisor.status(state).ranks] == phases)
     for command in (["chat", "?"], ["why"]):
         ran = tidectl(*command)
         assert ran.exit_code == 4
@@ -356,6 +358,8 @@ def test_an_ordinary_stop_is_no_trouble(
     found = json.loads(ran.stdout)
     assert (ran.exit_code, found["state"], found["trouble"]) == (4, "stopping", [])
     assert tidectl("status").stdout.startswith("state      stopping\n")
+    refused = tidectl("chat", "?")
+    assert (refused.exit_code, f"{profile} is stopping" in refused.stderr) == (4, True)
     (state / "go").touch()
     within(20, lambda: not supervisor.is_locked(state))
     assert tidectl("status").exit_code == 3

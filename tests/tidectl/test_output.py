@@ -161,7 +161,7 @@ def test_off_a_terminal_lines_go_on_while_the_caller_is_busy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(waiting, "LINE_EVERY_S", 0.02)
-    monkeypatch.setattr(waiting, "TICK_S", 0.01, raising=False)
+    monkeypatch.setattr(waiting, "TICK_S", 0.01)
     threads, told, deadline = threading.active_count(), "", time.monotonic() + 10
     with waiting.waiting() as show:
         show([Item("loading the engine")])
