@@ -78,15 +78,10 @@ def _blocks(part: slice) -> slice:
 
 def linear(x: Tensor, matrix: Exl3Matrix) -> Tensor:
     """x [T, K] fp32 -> [T, N] fp32. The rotated input is rounded to fp16, as the matrix is made for."""
-    turned = hadamard(half(x) * matrix.suh).to(torch.float16)
+    turned = hadamard(x.to(torch.float16) * matrix.suh).to(torch.float16)
     product = matmul(turned.to(torch.float32), decoded(matrix).t().to(torch.float32))
     y = hadamard(product) * matrix.svh.to(torch.float32)
     return y if matrix.bias is None else y + matrix.bias.to(torch.float32)
-
-
-def half(x: Tensor) -> Tensor:
-    """Rounded to fp16; raises nothing for what is out of its range, which becomes infinite."""
-    return x.to(torch.float16)
 
 
 def dense(matrix: Exl3Matrix) -> Tensor:

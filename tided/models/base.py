@@ -47,8 +47,6 @@ class ModelShape(Protocol):
     @property
     def context_tokens(self) -> int: ...  # most positions the checkpoint allows
     @property
-    def bos_id(self) -> int: ...
-    @property
     def eos_id(self) -> int: ...
 
 

@@ -2,6 +2,7 @@
 no mathematics."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -9,6 +10,20 @@ from tided.cache.context import Context, ContextShape
 from tided.cache.pool import PAGE_TOKENS, Pool
 from tided.errors import ContextOverflowError
 from tided.models.base import LaneState
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that other rooms ask for (`tided.models.base.ModelShape`)."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    moe_layers: int
+    experts_per_layer: int
+    top_k: int
+    context_tokens: int
+    eos_id: int
 
 
 class PagedLanes:

@@ -11,9 +11,10 @@ from tided.errors import ConfigError
 from tided.experts.bank import ExpertBank
 from tided.models.deepseek_v41 import load
 from tided.models.deepseek_v41.config import read_config
-from tided.models.deepseek_v41.model import DeepseekV41, Shape
+from tided.models.deepseek_v41.model import DeepseekV41
 from tided.models.deepseek_v41.names import routed_expert_names
 from tided.models.deepseek_v41.vision import tower_bytes
+from tided.models.paged import Shape
 from tided.models.parallel import Group
 from tided.settings import Settings
 

@@ -17,13 +17,14 @@ from tided.models.deepseek_v41.captured import DecodeSteps
 from tided.models.deepseek_v41.config import Config, TextConfig, read_config
 from tided.models.deepseek_v41.drafter import drafter_bytes, load_drafter
 from tided.models.deepseek_v41.engram import load_engrams
-from tided.models.deepseek_v41.model import DeepseekV41, Shape
+from tided.models.deepseek_v41.model import DeepseekV41
 from tided.models.deepseek_v41.moe import load_moe
 from tided.models.deepseek_v41.names import expected_tensors
 from tided.models.deepseek_v41.step import Rotations
 from tided.models.deepseek_v41.vision import load_vision
 from tided.models.deepseek_v41.vocabulary import compressed_vocabulary
 from tided.models.deepseek_v41.weights import Weights
+from tided.models.paged import Shape
 from tided.models.parallel import Group
 from tided.settings import Settings
 
@@ -40,7 +41,6 @@ def shape_of(config: Config) -> Shape:
         experts_per_layer=t.n_routed_experts,
         top_k=t.num_experts_per_tok,
         context_tokens=t.max_position_embeddings,
-        bos_id=config.bos_token_id,
         eos_id=config.eos_token_id,
     )
 

@@ -11,7 +11,8 @@ from tided.errors import ConfigError
 from tided.experts.bank import ExpertBank
 from tided.models.glm53 import load
 from tided.models.glm53.config import read_config
-from tided.models.glm53.model import Glm53, Shape
+from tided.models.glm53.model import Glm53
+from tided.models.paged import Shape
 from tided.models.parallel import Group
 from tided.settings import Settings
 

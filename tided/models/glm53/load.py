@@ -17,7 +17,7 @@ from tided.experts.source import CheckpointSource
 from tided.models.glm53.block import load_block
 from tided.models.glm53.config import Config, read_config
 from tided.models.glm53.drafter import CHAIN, STATES, load_drafter
-from tided.models.glm53.model import Glm53, Shape
+from tided.models.glm53.model import Glm53
 from tided.models.glm53.names import (
     PROJECTIONS,
     SHARED_LINEARS,
@@ -32,6 +32,7 @@ from tided.models.glm53.step import Rotations
 from tided.models.glm53.weights import Layout as LinearLayout
 from tided.models.glm53.weights import Weights, expected_of, layout_of
 from tided.models.own_experts import resident_bank
+from tided.models.paged import Shape
 from tided.models.parallel import Group
 from tided.settings import Settings
 
@@ -49,7 +50,6 @@ def shape_of(c: Config) -> Shape:
         experts_per_layer=c.n_routed_experts,
         top_k=c.num_experts_per_tok,
         context_tokens=c.max_position_embeddings,
-        bos_id=-1,  # prompts begin with what their encoding says
         eos_id=c.eos_token_id[0],
     )
 

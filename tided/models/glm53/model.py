@@ -17,24 +17,9 @@ from tided.models.base import Choose, Draft, LaneState, Pictured
 from tided.models.glm53.block import Block
 from tided.models.glm53.drafter import Drafter
 from tided.models.glm53.step import Pass, Rotations
-from tided.models.paged import PagedLanes, context_of
+from tided.models.paged import PagedLanes, Shape, context_of
 from tided.models.parallel import Group
 from tided.models.runs import runs
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes that other rooms ask for (`tided.models.base.ModelShape`)."""
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    moe_layers: int
-    experts_per_layer: int
-    top_k: int
-    context_tokens: int
-    bos_id: int
-    eos_id: int
 
 
 @dataclass(frozen=True)
