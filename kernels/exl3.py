@@ -7,6 +7,7 @@
 is looked up in a codebook of 65,536 fp16 numbers. Decoded weights are exact; the rotations are fp32 and round once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -14,9 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kernels.numerics import Rounding
+from kernels.quantise import fp16
 from kernels.rows import matmul
 
 Codebook = Literal["3inst", "mcg", "mul1"]
+Product = Callable[[Tensor, Tensor], Tensor]  # (x [T, K], weight [N, K]) -> [T, N]
 BLOCK = 128  # of the Hadamard transform; what a rank cuts must be whole blocks
 TILE = 16
 STATES = 1 << 16
@@ -36,7 +40,7 @@ class Exl3Matrix:
     def __post_init__(self) -> None:
         """Raises ValueError for tensors that are no such matrix."""
         rows, columns = self.shape
-        if self.trellis.dtype != torch.int16 or self.half_bits not in _widths(self.codebook):
+        if self.trellis.dtype != torch.int16 or self.half_bits not in widths(self.codebook):
             raise ValueError(f"a {self.codebook} trellis of {self.half_bits / 2:g} bits, {self.trellis.dtype}")
         if rows % BLOCK or columns % BLOCK:
             raise ValueError(f"an EXL3 matrix of {rows} x {columns}: both must be multiples of {BLOCK}")
@@ -65,7 +69,7 @@ class Exl3Matrix:
         return replace(self, trellis=self.trellis[_blocks(part)], suh=self.suh[part], bias=bias)
 
 
-def _widths(codebook: Codebook) -> tuple[int, ...]:
+def widths(codebook: Codebook) -> tuple[int, ...]:
     """In halves of a bit."""
     return (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16) if codebook == "mul1" else (2, 4, 6, 8, 10, 12, 14, 16)
 
@@ -76,18 +80,22 @@ def _blocks(part: slice) -> slice:
     return slice(part.start // TILE, part.stop // TILE)
 
 
-def linear(x: Tensor, matrix: Exl3Matrix) -> Tensor:
-    """x [T, K] fp32 -> [T, N] fp32. The rotated input is rounded to fp16, as the matrix is made for."""
-    turned = hadamard(x.to(torch.float16) * matrix.suh).to(torch.float16)
-    product = matmul(turned.to(torch.float32), decoded(matrix).t().to(torch.float32))
-    y = hadamard(product) * matrix.svh.to(torch.float32)
-    return y if matrix.bias is None else y + matrix.bias.to(torch.float32)
+def linear(x: Tensor, matrix: Exl3Matrix, rotated: Rounding = fp16) -> Tensor:
+    """x [T, K] fp32 -> [T, N] fp32. `rotated` rounds the rotated input: fp16 is what the matrix is made for."""
+    return through(x, matrix, inner(matrix), rotated, matmul)
+
+
+def through(x: Tensor, matrix: Exl3Matrix, weight: Tensor, rotated: Rounding, product: Product) -> Tensor:
+    """`linear` with the weights decoded before: weight [N, K] fp32 of `inner`. The scaled input is fp32, since bf16
+    reaches beyond fp16."""
+    y = hadamard(product(rotated(hadamard(x * matrix.suh.to(torch.float32))), weight))
+    y.mul_(matrix.svh.to(torch.float32))
+    return y if matrix.bias is None else y.add_(matrix.bias.to(torch.float32))
 
 
 def dense(matrix: Exl3Matrix) -> Tensor:
     """The whole matrix as a linear layer has it, [N, K] fp32: without any rounding after decoding."""
-    inner = decoded(matrix).to(torch.float32)
-    turned = hadamard(hadamard(inner.t()).t())  # along the inputs, then along the outputs
+    turned = hadamard(hadamard(inner(matrix)).t())  # along the inputs, then along the outputs
     return (matrix.suh.to(torch.float32).unsqueeze(1) * turned * matrix.svh.to(torch.float32)).t().contiguous()
 
 
@@ -109,24 +117,48 @@ def _sylvester(device: torch.device) -> Tensor:
 
 def decoded(matrix: Exl3Matrix) -> Tensor:
     """[K, N] fp16: the weights between the two rotations, exactly."""
-    values = table(matrix.codebook, matrix.trellis.device)[states(matrix.trellis)]
-    down, across, _ = values.shape
+    return inner(matrix).t().to(torch.float16).contiguous()
+
+
+def inner(matrix: Exl3Matrix) -> Tensor:
+    """The same as a linear layer has it, [N, K] fp32."""
+    number = states(matrix.trellis)
+    values = table(matrix.codebook, number.device).index_select(0, number.flatten())
+    down, across, _ = number.shape
     # The order of a tile's weights, from the highest bit of their number: c[2:0], r[2:1], c[3], r[3], r[0].
     parts = values.view(down, across, 8, 4, 2, 2, 2)
-    return parts.permute(0, 5, 3, 6, 1, 4, 2).reshape(TILE * down, TILE * across)
+    return parts.permute(1, 4, 2, 0, 5, 3, 6).reshape(TILE * across, TILE * down)
 
 
 def states(trellis: Tensor) -> Tensor:
-    """trellis [.., .., 16 * bits] int16 -> [.., .., 256] int64: each weight's register, in the order of the stream.
+    """trellis [.., .., 16 * bits] int16 -> [.., .., 256] int32: each weight's register, in the order of the stream.
 
     The ring's bits are those of its 32-bit words, the most significant first; a weight's bits end its register."""
-    halves = trellis.to(torch.int64) & 0xFFFF
-    words = halves[..., 0::2] | halves[..., 1::2] << 16
-    ring = 32 * words.shape[-1]
-    ends = _ends(trellis.shape[-1] // 8).to(trellis.device)
-    last, first = (ends - 1) >> 5, ((ends - STATES.bit_length() + 1) % ring) >> 5
-    window = words[..., first] << 32 | words[..., last]
-    return window >> (31 - ((ends - 1) & 31)) & (STATES - 1)
+    last, first, low, high, mask = _windows(trellis.shape[-1] // 8, trellis.device)
+    words = trellis.contiguous().view(torch.int32)  # pairs of words, the first of a pair below
+    # Shifts of signed words carry the sign along; the masks take off what is not the register's.
+    below = words.index_select(-1, last).bitwise_right_shift_(low)
+    above = words.index_select(-1, first).bitwise_left_shift_(high)
+    return below.bitwise_and_(mask).bitwise_or_(above.bitwise_and_(~mask)).bitwise_and_(STATES - 1)
+
+
+@cache
+def _windows(half_bits: int, device: torch.device) -> tuple[Tensor, ...]:
+    """[256] each: the words that hold a register's last and first bit, the shifts of both, and which of the register's
+    bits the last word has."""
+    ends = _ends(half_bits)
+    words = 4 * half_bits
+    last, first = (ends - 1) >> 5, ((ends - STATES.bit_length() + 1) % (32 * words)) >> 5
+    low = 31 - ((ends - 1) & 31)
+    own = torch.where(last == first, 16, (32 - low).clamp(max=16))  # bits of the register in the last word
+    high = torch.where(own < 16, own, 0)
+    mask = torch.where(own < 16, (1 << own) - 1, STATES - 1)
+    return tuple(
+        part.to(device, kind)
+        for part, kind in zip(
+            (last, first, low, high, mask), (torch.int64, torch.int64, *[torch.int32] * 3), strict=True
+        )
+    )
 
 
 def _ends(half_bits: int) -> Tensor:
@@ -138,17 +170,17 @@ def _ends(half_bits: int) -> Tensor:
 
 @cache
 def table(codebook: Codebook, device: torch.device) -> Tensor:
-    """[65536] fp16: the value of every state. fp32 holds each sum exactly, so that one rounding is left."""
+    """[65536] fp32, each an fp16 number: the value of every state. fp32 holds each sum exactly: one rounding is left."""
     state = torch.arange(STATES)
     if codebook == "mul1":
         product = state * 0x83DCD12D & _MASK
         total = (product & 0xFF) + (product >> 8 & 0xFF) + (product >> 16 & 0xFF) + (product >> 24 & 0xFF)
         scale, offset = (_fp16(bits) for bits in (0x1EEE, 0xC931))
-        return ((1024 + total).to(torch.float32) * scale + offset).to(torch.float16).to(device)
+        return ((1024 + total).to(torch.float32) * scale + offset).to(torch.float16).to(device, torch.float32)
     product = state * 0xCBAC1FED if codebook == "mcg" else state * 89226354 + 64248484
     mixed = (product & 0x8FFF8FFF) ^ 0x3B603B60
     low, high = ((mixed >> shift & 0xFFFF).to(torch.uint16).view(torch.float16) for shift in (0, 16))
-    return (low.to(torch.float32) + high.to(torch.float32)).to(torch.float16).to(device)
+    return (low.to(torch.float32) + high.to(torch.float32)).to(torch.float16).to(device, torch.float32)
 
 
 def _fp16(bits: int) -> float:

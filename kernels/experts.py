@@ -1,18 +1,26 @@
-"""MXFP4 experts computed from the slots of an arena: each distinct expert is decoded once a call, one at a time.
+"""Experts computed from the slots of an arena: each distinct expert is decoded once a call, one at a time.
 
 The output of w2 is not rounded before the sum over experts, as a single-device reference would: a rank holds a part of
 each sum, and the ranks' parts are added before the one rounding, so any number of ranks computes the same thing."""
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from kernels import exl3
+from kernels.exl3_record import Exl3Record
 from kernels.formats import fp4_rows
 from kernels.numerics import NATIVE, Numerics
 from kernels.record import ExpertRecord
 from kernels.rows import ROWS, matmul, singly
 from kernels.swiglu import clamped_swiglu
+
+Product = Callable[[Tensor, Tensor], Tensor]  # (x [m, K], weight [N, K]) -> [m, N]
+# An expert's matrices: (rows, how to multiply) -> gate | up [m, 2n] of rows [m, D]; [m, D] of rows [m, n].
+Layer = Callable[[Tensor, Product], Tensor]
+Record = ExpertRecord | Exl3Record
 
 
 def decode(slot: Tensor, record: ExpertRecord) -> tuple[Tensor, Tensor]:
@@ -34,13 +42,14 @@ def _cut(slot: Tensor, offset: int, rows: int, row_bytes: int) -> Tensor:
 
 
 def grouped_experts(
-    x: Tensor, slots: Tensor, record: ExpertRecord, picks: Tensor, weights: Tensor, limit: float, numerics: Numerics
+    x: Tensor, slots: Tensor, record: Record, picks: Tensor, weights: Tensor, limit: float, numerics: Numerics
 ) -> Tensor:
-    """x [T, D] fp32, already rounded as activation; slots [S, slot_bytes] uint8; picks [T, k] slot of each chosen
-    expert; weights [T, k] fp32 -> [T, D] fp32: this rank's part of the sum over k, added in the order of k.
+    """x [T, D] fp32, already rounded as activation; slots [S, unit] uint8, contiguous: a record begins at the start of
+    its slot's unit, and takes one (ExpertRecord: unit is slot_bytes) or several (Exl3Record); picks [T, k] slot of each
+    chosen expert; weights [T, k] fp32 -> [T, D] fp32: this rank's part of the sum over k, added in the order of k.
 
     Raises ValueError for a pick without a slot; on a GPU, where looking would cost a wait, such a pick adds nothing."""
-    if x.is_cuda and numerics is NATIVE:
+    if x.is_cuda and numerics is NATIVE and isinstance(record, ExpertRecord):
         out: Tensor = _form(len(picks), limit).grouped_experts(x, slots, record, picks, weights, limit)
         return out
     if int(picks.min()) < 0:
@@ -61,7 +70,7 @@ def pick_outputs(
     outputs: Tensor,
     x: Tensor,
     slots: Tensor,
-    record: ExpertRecord,
+    record: Record,
     picks: Tensor,
     weights: Tensor,
     limit: float,
@@ -70,7 +79,7 @@ def pick_outputs(
     """Writes the weighted output of every pick that has a slot into its place of outputs [T, k, D] and leaves the
     others as they are (picks -1). Experts may so be computed in several calls, as their records arrive: all rows of an
     expert in one call, and the bits are those of one call for all."""
-    if x.is_cuda and numerics is NATIVE:
+    if x.is_cuda and numerics is NATIVE and isinstance(record, ExpertRecord):
         _form(len(picks), limit).pick_outputs(outputs, x, slots, record, picks, weights, limit)
         return
     count, top_k = picks.shape
@@ -82,9 +91,21 @@ def pick_outputs(
     flat, flat_weights = outputs.view(count * top_k, -1), weights.reshape(-1, 1)
     for slot, places in rows_of.items():
         where = torch.tensor(places, device=x.device)
-        flat[where] = _expert(
-            x[where // top_k], flat_weights[where], *decode(slots[slot], record), limit, numerics, single
-        )
+        layers = _layers(slots, slot, record, numerics)
+        flat[where] = _expert(x[where // top_k], flat_weights[where], *layers, limit, numerics, single)
+
+
+def _layers(slots: Tensor, slot: int, record: Record, numerics: Numerics) -> tuple[Layer, Layer]:
+    if isinstance(record, Exl3Record):
+        gate, up, down = (_exl3(one, numerics) for one in record.matrices(slots.view(-1)[slot * slots.shape[1] :]))
+        return lambda x, product: torch.cat([gate(x, product), up(x, product)], 1), down
+    w13, w2 = decode(slots[slot], record)
+    return (lambda x, product: product(x, w13)), (lambda x, product: product(numerics.activation(x), w2))
+
+
+def _exl3(matrix: exl3.Exl3Matrix, numerics: Numerics) -> Layer:
+    weight = exl3.inner(matrix)
+    return lambda x, product: exl3.through(x, matrix, weight, numerics.rotated, product)
 
 
 def sum_of_picks(outputs: Tensor) -> Tensor:
@@ -96,15 +117,15 @@ def sum_of_picks(outputs: Tensor) -> Tensor:
 
 
 def _expert(
-    x: Tensor, weight: Tensor, w13: Tensor, w2: Tensor, limit: float, numerics: Numerics, single: bool
+    x: Tensor, weight: Tensor, gate_up: Layer, down: Layer, limit: float, numerics: Numerics, single: bool
 ) -> Tensor:
     """x [m, D], weight [m, 1] -> w2 (weight * swiglu(w1 x, w3 x)), [m, D]. `single`: each row by itself."""
     if single and x.shape[0] > 1:
         rows = [(x[i : i + 1], weight[i : i + 1]) for i in range(x.shape[0])]
-        return torch.cat([_expert(row, w, w13, w2, limit, numerics, True) for row, w in rows])
+        return torch.cat([_expert(row, w, gate_up, down, limit, numerics, True) for row, w in rows])
     product = matmul if single else _chunk_matmul
-    hidden = clamped_swiglu(numerics.store(product(x, w13)), limit) * weight
-    return product(numerics.activation(numerics.store(hidden)), w2)
+    hidden = clamped_swiglu(numerics.store(gate_up(x, product)), limit) * weight
+    return down(numerics.store(hidden), product)
 
 
 def _chunk_matmul(x: Tensor, weight: Tensor) -> Tensor:

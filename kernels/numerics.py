@@ -23,6 +23,7 @@ class Numerics:
     index: Rounding  # index queries and keys: e2m1, UE8M0 per 32
     probability: Rounding  # attention probabilities before the values: bf16
     cache: torch.dtype
+    rotated: Rounding  # rotated input of every EXL3 product: fp16
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -37,10 +38,11 @@ NATIVE = Numerics(
     index=quantise.fp4_ue8m0,
     probability=quantise.bf16,
     cache=torch.bfloat16,
+    rotated=quantise.fp16,
 )
 # Of models whose weights are quantised and whose activations are bf16.
-WEIGHTS_ONLY = Numerics(quantise.bf16, _exact, _exact, _exact, _exact, quantise.bf16, torch.bfloat16)
-FP32 = Numerics(_exact, _exact, _exact, _exact, _exact, _exact, torch.float32)
+WEIGHTS_ONLY = Numerics(quantise.bf16, _exact, _exact, _exact, _exact, quantise.bf16, torch.bfloat16, quantise.fp16)
+FP32 = Numerics(_exact, _exact, _exact, _exact, _exact, _exact, torch.float32, _exact)
 
 
 def numerics_of(name: Literal["native", "fp32"]) -> Numerics:

@@ -53,3 +53,7 @@ def fp4_e4m3(x: Tensor) -> Tensor:
 def bf16(x: Tensor) -> Tensor:
     """Rounded to bf16, held as fp32: CPU matrix products in bf16 are many times slower."""
     return x.bfloat16().float()
+
+
+def fp16(x: Tensor) -> Tensor:
+    return x.to(torch.float16).to(torch.float32)
