@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from packers.headers import DTYPE_BYTES, REFETCH, Shard, TensorInfo, read_shard, shown
+from packers.overlay import Overlay, identity_under
 from tided.errors import DataError, TensorError
 
 if TYPE_CHECKING:
@@ -49,10 +50,13 @@ class TensorSpec:
 
 
 class Checkpoint:
-    """`config`: config.json as a dict. `tensors`: every tensor by name. `shards`: the files, by name."""
+    """`config`: config.json as a dict. `tensors`: every tensor by name. `shards`: the files, by name. `overlay`: what
+    the model is served under."""
 
-    def __init__(self, path: Path, config: dict[str, Any], shards: tuple[Shard, ...]) -> None:
-        self.path, self.config, self.shards = path, config, shards
+    def __init__(
+        self, path: Path, config: dict[str, Any], shards: tuple[Shard, ...], overlay: Overlay | None = None
+    ) -> None:
+        self.path, self.config, self.shards, self.overlay = path, config, shards, overlay
         self.tensors: Mapping[str, TensorInfo] = {t.name: t for shard in shards for t in shard.tensors}
         self._maps: dict[Path, mmap.mmap] = {}
 
@@ -71,20 +75,22 @@ class Checkpoint:
         _check_index(root / INDEX, weight_map, dict(zip(files, shards, strict=True)))
         return cls(root, config, shards)
 
+    def under(self, overlay: Overlay) -> "Checkpoint":
+        """The same files, of which the tensors that the overlay replaces are read from it."""
+        found = Checkpoint(self.path, self.config, self.shards, overlay)
+        found.tensors = {**self.tensors, **overlay.replaces}
+        return found
+
     def require(self, expected: Mapping[str, TensorSpec]) -> None:
-        """Raises TensorError unless the checkpoint holds exactly these tensors. Names what is missing, extra or
-        misshapen: the first ten of each kind, and how many more."""
-        missing = [shown(name) for name in sorted(expected.keys() - self.tensors.keys())]
-        extra = [shown(name) for name in sorted(self.tensors.keys() - expected.keys())]
-        misshapen = [
-            f"{shown(name)} (is {found.dtype} {list(found.shape)}, must be {expected[name]}) in {found.path.name}"
-            for name, found in sorted(self.tensors.items())
-            if name in expected and not expected[name].fits(found)
-        ]
-        kinds = (("missing", missing), ("not known to this model", extra), ("of a wrong dtype or shape", misshapen))
-        faults = [f"{len(names)} {kind}: {_first(names)}" for kind, names in kinds if names]
-        if faults:
-            raise TensorError(f"tensors: {'; '.join(faults)}", where=str(self.path), hint=REQUIRE_HINT)
+        """Raises TensorError unless the checkpoint holds exactly these tensors."""
+        require(self.tensors, expected, self.path, REQUIRE_HINT)
+
+    def spec(self, name: str) -> TensorSpec:
+        """What the tensor is. Raises TensorError where there is none."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise TensorError(f"tensor {shown(name)} is missing", where=str(self.path))
+        return TensorSpec(info.dtype, info.shape)
 
     def read(self, name: str) -> "torch.Tensor":
         """The tensor in its own dtype and shape, on CPU: a view of the mapped file, no copy (except where a file lays a
@@ -107,8 +113,12 @@ class Checkpoint:
         later `read` maps anew."""
         self._maps.clear()
 
+    def served_identity(self) -> str:
+        """Names the weights that are served: those of `identity` under the overlay."""
+        return identity_under(self.identity(), self.overlay.sha256 if self.overlay else "")
+
     def identity(self) -> str:
-        """A stable name of the content, quick for any size. sha256 over
+        """A stable name of the files' content, whatever is laid over it, quick for any size. sha256 over
 
         - config.json (as values: its formatting does not count),
         - every shard's file name and size, and its tensors' names, dtypes, shapes and offsets,
@@ -137,6 +147,22 @@ class Checkpoint:
 
 
 REQUIRE_HINT = "this is another model's checkpoint, an incomplete download, or a layout that this build does not know"
+
+
+def require(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorSpec], where: Path, hint: str) -> None:
+    """Raises TensorError unless exactly the `expected` tensors are there. Names what is missing, extra or misshapen:
+    the first ten of each kind, and how many more."""
+    missing = [shown(name) for name in sorted(expected.keys() - found.keys())]
+    extra = [shown(name) for name in sorted(found.keys() - expected.keys())]
+    misshapen = [
+        f"{shown(name)} (is {one.dtype} {list(one.shape)}, must be {expected[name]}) in {one.path.name}"
+        for name, one in sorted(found.items())
+        if name in expected and not expected[name].fits(one)
+    ]
+    kinds = (("missing", missing), ("not known to this model", extra), ("of a wrong dtype or shape", misshapen))
+    faults = [f"{len(names)} {kind}: {_first(names)}" for kind, names in kinds if names]
+    if faults:
+        raise TensorError(f"tensors: {'; '.join(faults)}", where=str(where), hint=hint)
 
 
 class _Index(msgspec.Struct):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from packers.overlay import digest_of, identity_under
 from packers.shards import Checkpoint
 from tidectl import fits, profiles, running, supervisor
 from tidectl.output import console, emit, plain, say
@@ -257,7 +258,13 @@ def _model(profile: Path | None) -> Model:
     if found is None:
         raise DataError("is no checkpoint of a family that this build knows", where=settings.model.path)
     shape = RouterShape(found.layers, found.experts, found.top_k)
-    return Model(path, settings, checkpoint.identity(), str(checkpoint.config["model_type"]), shape)
+    return Model(
+        path,
+        settings,
+        identity_under(checkpoint.identity(), digest_of(settings.model.overlay)),
+        str(checkpoint.config["model_type"]),
+        shape,
+    )
 
 
 def _ran() -> Path:

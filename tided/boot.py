@@ -139,6 +139,8 @@ def _open(settings: Settings, rank: int, loop: LoopSide) -> OpenedModel:
     with _phase("checkpoint", loop):
         use_device(settings, rank)
         opened = open_model(settings)
+        if overlay := opened.checkpoint.overlay:
+            log.info("overlay: %s from %s (sha256 %s)", overlay.points, overlay.path, overlay.sha256)
         open_source(opened, rank).close()  # a pack that is missing or another's is refused before the ranks meet
         refuse_shortage(opened, rank)
         return opened
@@ -146,7 +148,7 @@ def _open(settings: Settings, rank: int, loop: LoopSide) -> OpenedModel:
 
 def _history(opened: OpenedModel, state_dir: Path) -> History:
     history = History.open(
-        state_dir / "history", opened.checkpoint.identity(), _router(opened), opened.settings.tide.record
+        state_dir / "history", opened.checkpoint.served_identity(), _router(opened), opened.settings.tide.record
     )
     log.info("history %s: %g requests", history.path.name, history.demand.requests)
     return history
@@ -165,10 +167,12 @@ def _router(opened: OpenedModel) -> RouterShape:
 def _facts(opened: OpenedModel) -> dict[str, str]:
     device = opened.settings.engine.device
     processor = torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
+    overlay = opened.checkpoint.overlay
     return guard.facts(
         opened.settings,
         opened.checkpoint.identity(),
         family=opened.shape.family,
+        overlay=f"{overlay.points}, sha256 {overlay.sha256}" if overlay else "none",
         processor=processor,  # replicated arithmetic must give the same bits
     )
 

@@ -12,6 +12,7 @@ from tided.chat.tokenizer import Tokenizer
 from tided.control.wire import listen_tcp
 from tided.engine.client import EngineClient
 from tided.images.geometry import Geometry
+from tided.models.families import open_checkpoint
 from tided.settings import Settings
 
 
@@ -26,9 +27,17 @@ class Front:
         """Raises UnavailableError: port in use; DataError: checkpoint or tokenizer; ConfigError: key file."""
         listener = listen_tcp(settings.server.host, settings.server.port, "server.port")
         try:
-            tokenizer, family, identity, geometry = await asyncio.to_thread(_read, settings)
+            tokenizer, family, checkpoint, geometry = await asyncio.to_thread(_read, settings)
             client = EngineClient(settings.engine.lanes, settings.engine.queue, tokenizer.token_bytes)
-            app = build_app(client, tokenizer, family, settings, identity=identity, geometry=geometry)
+            app = build_app(
+                client,
+                tokenizer,
+                family,
+                settings,
+                identity=checkpoint.served_identity(),
+                overlay=checkpoint.overlay,
+                geometry=geometry,
+            )
             door = await Door.open(app, listener)
         except BaseException:
             listener.close()
@@ -41,7 +50,7 @@ class Front:
             await asyncio.wait_for(self._door.close(), timeout_s)
 
 
-def _read(settings: Settings) -> tuple[Tokenizer, Family, str, Geometry | None]:
-    checkpoint = Checkpoint.open(settings.model.path)
+def _read(settings: Settings) -> tuple[Tokenizer, Family, Checkpoint, Geometry | None]:
+    checkpoint = open_checkpoint(settings.model)
     geometry = Geometry.of(checkpoint.config) if settings.vision.rank >= 0 else None
-    return Tokenizer.open(checkpoint.path), family_of(checkpoint.config), checkpoint.identity(), geometry
+    return Tokenizer.open(checkpoint.path), family_of(checkpoint.config), checkpoint, geometry

@@ -53,6 +53,10 @@ class Model(Section, frozen=True):
             "bounded: layers after the last KV source run over the last window of a chunk only (approximate).",
         ),
     ] = "full"
+    overlay: Annotated[
+        str,
+        _doc("node", "Safetensors file of edited weights that stand in place of the checkpoint's own.", path=True),
+    ] = ""
     engram_cache_bytes: Annotated[
         int, _doc("node", "Memory for Engram rows read from the checkpoint.", ge=0, le=MOST_BYTES)
     ] = 64 << 20

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "chat"))
 from scripted_engine import ScriptedEngine, Server, output_ids, settings_with
 from small_tokenizer import build
 
+from packers.overlay import Overlay
 from tided.api.app import build_app
 from tided.api.context import CONTEXT
 from tided.api.door import Door
@@ -60,10 +61,14 @@ async def serve(engine, tokenizer, family):
     async with AsyncExitStack() as stack:
 
         async def start(
-            limits: Limits = FAST, serves: Any = engine, geometry: Geometry | None = None, **server: Any
+            limits: Limits = FAST,
+            serves: Any = engine,
+            geometry: Geometry | None = None,
+            overlay: Overlay | None = None,
+            **server: Any,
         ) -> Server:
-            made = settings_with(**server)
-            app = build_app(serves, tokenizer, family, made, identity="weights", limits=limits, geometry=geometry)
+            made, more = settings_with(**server), {"limits": limits, "geometry": geometry, "overlay": overlay}
+            app = build_app(serves, tokenizer, family, made, identity="weights", **more)
             listener = socket.create_server(("127.0.0.1", 0))
             door = await Door.open(app, listener)
             stack.push_async_callback(door.close)

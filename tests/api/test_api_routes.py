@@ -8,6 +8,7 @@ import re
 import pytest
 from scripted_engine import said, settings_with
 
+from packers.overlay import Overlay
 from tided.api.auth import KeyRing
 from tided.errors import ConfigError, QueueFullError, RequestError
 from tided.settings import Cache
@@ -39,6 +40,15 @@ async def test_health_tells_no_secrets(serve, keys):
     assert body["engine_config"]["cache"]["context_tokens"] == 4096
     assert "secret" not in text
     assert keys not in text
+
+
+async def test_health_and_metrics_tell_the_overlay(serve, tmp_path):
+    overlay = Overlay(tmp_path / "o.safetensors", "ab12", {}, "layers 10-35 attn.wo_b")
+    server = await serve(overlay=overlay)
+    async with server.session.get("/health") as response:
+        assert (await response.json())["overlay"] == {"sha256": "ab12", "changes": "layers 10-35 attn.wo_b"}
+    async with server.session.get("/metrics") as response:
+        assert 'overlay="ab12"' in await response.text()
 
 
 async def test_health_tells_where_experts_are_read_from(server, engine, monkeypatch):

@@ -68,7 +68,7 @@ async def test_requests_and_tokens(server, engine):
     assert found["vllm:spec_decode_num_drafts_total", "0", "deepseek"] == 9
     assert found["vllm:num_preemptions_total", "0", "deepseek"] == 6
     assert found["vllm:request_success_total", "0", "stop", "deepseek"] == 3
-    assert found["tidelm_build_info", "deepseek", version("tidelm")] == 1
+    assert found["tidelm_build_info", "deepseek", "", version("tidelm")] == 1
 
 
 async def test_loops_are_counted(server, engine):

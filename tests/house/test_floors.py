@@ -31,9 +31,11 @@ FLOORS: dict[str, set[str]] = {
         "tided.profile",
     },
     "tided.chat": {"tided.processes"},
-    "tided.api": {"tided.chat", "tided.images"},
+    "tided.api": {"tided.chat", "tided.images", "packers.overlay"},
     # A rank: `daemon` the process, `life` its loop, `front` the HTTP side of it, `boot` the engine thread's side.
-    "tided.front": {"tided.api", "tided.chat", "tided.engine", "tided.control", "tided.images.geometry", "packers"},
+    "tided.front": {
+        "tided.api", "tided.chat", "tided.engine", "tided.control", "tided.images.geometry", "tided.models", "packers",
+    },
     "tided.boot": {
         "packers", "tided.tide", "tided.experts", "tided.models", "tided.engine", "tided.control", "tided.guard",
     },

@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 from aiohttp import web
 
+from packers.overlay import Overlay
 from tided.api.admission import Admission
 from tided.api.auth import KeyRing, key_file
 from tided.api.context import CONTEXT, Context
@@ -37,10 +38,11 @@ def build_app(
     settings: Settings,
     *,
     identity: str = "",
+    overlay: Overlay | None = None,
     limits: Limits | None = None,
     geometry: Geometry | None = None,
 ) -> web.Application:
-    """`identity`: the checkpoint's content identity, part of the fingerprint that replies carry. `geometry`: of its
+    """`identity`: names the weights that are served, part of the fingerprint that replies carry. `geometry`: of its
     vision tower, where images are taken.
 
     Raises ConfigError for an unusable key file and for an address that needs one, DataError for a tokenizer without
@@ -61,8 +63,9 @@ def build_app(
         slots=Slots(limits.prepare_s),
         images=Images(served, geometry, limits.prepare_s),
         fingerprint=_fingerprint(identity, settings),
+        overlay=overlay,
     )
-    app[METRICS] = Metrics(engine, settings.model.served_name, version("tidelm"))
+    app[METRICS] = Metrics(engine, settings.model.served_name, version("tidelm"), overlay.sha256 if overlay else "")
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_threads)
     app[DOCUMENT] = api_document(version("tidelm"))

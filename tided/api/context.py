@@ -7,6 +7,7 @@ from statistics import median
 
 from aiohttp import web
 
+from packers.overlay import Overlay
 from tided.api.admission import Admission
 from tided.api.answers import Answers
 from tided.api.auth import KeyRing
@@ -21,7 +22,7 @@ _RETRY_MOST_S, _RETRY_DRAINING_S = 60, 30
 
 @dataclass(frozen=True)
 class Context:
-    """`fingerprint` changes with weights and numbers."""
+    """`fingerprint` changes with weights and numbers. `overlay`: under which the model is served."""
 
     engine: Engine
     served: ServedModel
@@ -31,6 +32,7 @@ class Context:
     slots: Slots
     images: Images
     fingerprint: str
+    overlay: Overlay | None = None
     started_s: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
     request_times_s: deque[float] = field(default_factory=lambda: deque([1.0], maxlen=32))

@@ -52,8 +52,9 @@ class Metrics(Collector):
     """Everything that ended since the start. Labels have few values: routes as the server knows them, no names that a
     client gives."""
 
-    def __init__(self, engine: Engine, model: str, version: str) -> None:
-        self._engine, self._model, self._version = engine, model, version
+    def __init__(self, engine: Engine, model: str, version: str, overlay: str = "") -> None:
+        """`overlay`: the sha256 of the file under which the model is served; "" for none."""
+        self._engine, self._build = engine, {"version": version, "model": model, "overlay": overlay}
         self.requests: Counter[tuple[str, str, str]] = Counter()  # by route, status, finish reason
         self.counts: Counter[str] = Counter()
         self.prefix_hits: Counter[str] = Counter()
@@ -131,8 +132,8 @@ class Metrics(Collector):
             yield _histogram(f"tidelm_{name}_seconds", _HISTOGRAMS[name], histogram, {})
         for name, histogram in self.sizes.items():
             yield _histogram(f"tidelm_{name}", _SIZES[name], histogram, {})
-        info = GaugeMetricFamily("tidelm_build_info", "Always 1.", labels=["version", "model"])
-        info.add_metric([self._version, self._model], 1)
+        info = GaugeMetricFamily("tidelm_build_info", "Always 1.", labels=list(self._build))
+        info.add_metric(list(self._build.values()), 1)
         yield info
 
     def _engines(self) -> Iterator[Metric]:
@@ -155,7 +156,7 @@ class Metrics(Collector):
     def _vllms(self) -> Iterator[Metric]:
         """The same under the names that vLLM gives."""
         health, figures, labels = self._engine.health(), self._engine.figures(), ["model_name", "engine"]
-        values = [self._model, "0"]
+        values = [self._build["model"], "0"]
 
         def gauge(name: str, value: float) -> Metric:
             family = GaugeMetricFamily(f"vllm:{name}", "As in vLLM.", labels=labels)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from packers.overlay import Overlay
 from tided.api.context import CONTEXT, Context
 from tided.api.json_text import to_json
 from tided.api.served import unknown_model
@@ -38,11 +39,16 @@ async def health(request: web.Request) -> web.Response:
         "engine": "tidelm",
         "model": context.served.settings.model.served_name,
         **engine,
+        "overlay": _overlay(context.overlay),
         "max_context": context.served.context_tokens,
         "uptime_s": round(time.monotonic() - context.started_s, 3),
         "engine_config": {**numbers_of(context.served.settings), **reads},
     }
     return _json(body | ({"fault": fault} if fault else {}), status=200 if status == "ok" else 503)
+
+
+def _overlay(overlay: Overlay | None) -> dict[str, str] | None:
+    return {"sha256": overlay.sha256, "changes": overlay.points} if overlay else None
 
 
 async def models(request: web.Request) -> web.Response:

@@ -32,7 +32,7 @@ from tided.experts.residents import Residents
 from tided.experts.source import CheckpointSource
 from tided.experts.tables import DemandTap, RoutingTables
 from tided.models.base import Model, ModelShape
-from tided.models.families import Family, family_of
+from tided.models.families import Family, family_of, open_checkpoint
 from tided.models.parallel import Group
 from tided.settings import Settings
 
@@ -75,7 +75,7 @@ class Rank:
 
 def open_model(settings: Settings) -> OpenedModel:
     """Raises DataError for a checkpoint that is none, ConfigError for settings that it cannot be served with."""
-    checkpoint = Checkpoint.open(settings.model.path)
+    checkpoint = open_checkpoint(settings.model)
     family = family_of(checkpoint.config)
     shape = family.shape(checkpoint.config)
     check_budget(settings, shape)
@@ -169,7 +169,7 @@ def open_caching(opened: OpenedModel, model: Model, folder: Path | None) -> Cach
     about = {
         "version": CONTEXT_VERSION,
         "model": opened.checkpoint.identity(),
-        "overlay": "",  # no build applies one yet
+        "overlay": opened.checkpoint.overlay.sha256 if opened.checkpoint.overlay else "",
         "numerics": settings.model.numerics,
         "replay": settings.model.decoder_replay,
         "page": [model.page_tokens, model.page_bytes],

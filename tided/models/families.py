@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from kernels.record import ExpertRecord
+from packers.overlay import Overlay
 from packers.shards import Checkpoint
 from tided.errors import DataError
 from tided.experts.bank import ExpertBank
@@ -13,6 +14,7 @@ from tided.models.base import Model, ModelShape
 from tided.models.deepseek_v41.family import DeepseekV41Family
 from tided.models.glm53.family import Glm53Family
 from tided.models.parallel import Group
+from tided.settings import Model as ModelSettings
 from tided.settings import Settings
 
 
@@ -44,6 +46,11 @@ class Family(Protocol):
         """Memory of the vision tower on the rank that holds it; 0: the model has none."""
         ...
 
+    def overlaid(self, checkpoint: Checkpoint, overlay: Overlay) -> Checkpoint:
+        """The checkpoint under an overlay of weights. Raises TensorError for one that is not exactly what this model
+        takes, ConfigError where it takes none."""
+        ...
+
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
     ) -> Model:
@@ -52,6 +59,14 @@ class Family(Protocol):
 
 
 _FAMILIES: dict[str, Family] = {family.name: family for family in (DeepseekV41Family(), Glm53Family())}
+
+
+def open_checkpoint(settings: ModelSettings) -> Checkpoint:
+    """The checkpoint of a profile, under its overlay. Raises DataError and what `Family.overlaid` raises."""
+    checkpoint = Checkpoint.open(settings.path)
+    if not settings.overlay:
+        return checkpoint
+    return family_of(checkpoint.config).overlaid(checkpoint, Overlay.open(settings.overlay))
 
 
 def family_of(config: dict[str, Any]) -> Family:

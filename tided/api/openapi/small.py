@@ -62,6 +62,9 @@ SCHEMAS: dict[str, Schema] = {
                 "busy": TRUTH,
                 "lanes": told({"total": COUNT, "busy": COUNT}),
                 "queue": COUNT,
+                "overlay": said(
+                    "Under which the model is served.", nullable(told({"sha256": _NAME, "changes": _NAME}))
+                ),
                 "max_context": COUNT,
                 "uptime_s": ANY_NUMBER,
                 "engine_config": said("Settings that change what is computed.", ANY_OBJECT),

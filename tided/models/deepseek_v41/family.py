@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from kernels.record import ExpertRecord
+from packers.overlay import Overlay
 from packers.shards import Checkpoint
 from tided.errors import ConfigError
 from tided.experts.bank import ExpertBank
@@ -13,6 +14,7 @@ from tided.models.deepseek_v41 import load
 from tided.models.deepseek_v41.config import read_config
 from tided.models.deepseek_v41.model import DeepseekV41
 from tided.models.deepseek_v41.names import routed_expert_names
+from tided.models.deepseek_v41.overlay import overlaid
 from tided.models.deepseek_v41.vision import tower_bytes
 from tided.models.paged import Shape
 from tided.models.parallel import Group
@@ -44,6 +46,9 @@ class DeepseekV41Family:
 
     def drafter_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
         return 0 if settings.engine.draft == "off" else load.draft_bytes(read_config(checkpoint.config), settings)
+
+    def overlaid(self, checkpoint: Checkpoint, overlay: Overlay) -> Checkpoint:
+        return overlaid(checkpoint, overlay)
 
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from kernels.record import ExpertRecord
+from packers.overlay import Overlay
 from packers.shards import Checkpoint
 from tided.errors import ConfigError
 from tided.experts.bank import ExpertBank
@@ -39,6 +40,9 @@ class Glm53Family:
 
     def vision_bytes(self, config: dict[str, Any]) -> int:
         return 0
+
+    def overlaid(self, checkpoint: Checkpoint, overlay: Overlay) -> Checkpoint:
+        raise ConfigError("this model takes no overlay of weights", where="model.overlay", hint="leave it empty")
 
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
