@@ -170,7 +170,7 @@ def _ends(half_bits: int) -> Tensor:
 
 @cache
 def table(codebook: Codebook, device: torch.device) -> Tensor:
-    """[65536] fp32, each an fp16 number: the value of every state. fp32 holds each sum exactly: one rounding is left."""
+    """[65536] fp32, each an fp16 number: the value of every state. fp32 holds each sum exactly: one rounding only."""
     state = torch.arange(STATES)
     if codebook == "mul1":
         product = state * 0x83DCD12D & _MASK

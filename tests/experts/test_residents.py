@@ -317,9 +317,9 @@ def test_the_arenas_check_can_fail(damage):
     if damage == "directory":
         arena._slot_of[0, 0] = slots[1]
     elif damage == "leak":
-        arena._free.pop()
+        arena._free[0].pop()
     else:
-        arena._free.append(slots[0])
+        arena._free[0].append(slots[0])
     with pytest.raises(PairError):
         arena.check()
 

@@ -1,51 +1,113 @@
 """The expert memory of a rank: one allocation, cut into slots of one record, and who lies where.
 
-slots [0, pool)      residents, entries of the hot ring, and free ones that reads land in: a pair may lie in any of
+slots [0, null)      residents, entries of the hot ring, and free ones that reads land in: a pair may lie in any of
                      them, so a role changes without a byte being moved
 slots in `urgent`    of reads that a layer waits for (`tided.experts.fetch`), which alone says who lies there
 slot  null (last)    all zeros, never given away: what a kernel may read for a pair that has no slot
+
+A slot's number is that of its first unit. Where all records are of one size, a unit is a slot. Else it is a page, and
+every size has slots of its own: a pair takes one of its size, so nothing is lost to padding and nothing ever moves.
 """
 
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.record import ExpertRecord
+from kernels.record import PAGE_BYTES, ExpertRecord
 from tided.errors import PairError
 
 Pair = tuple[int, int]  # (layer, expert); layers with routed experts count from 0
 
 
+@dataclass(frozen=True)
+class SlotClass:
+    """Slots of `nbytes` each: of residents, of swaps that are being read, of the hot ring."""
+
+    nbytes: int
+    residents: int
+    spare: int
+    ring: int
+
+    @property
+    def slots(self) -> int:
+        return self.residents + self.spare + self.ring
+
+
 class Arena:
-    """`data` [residents + spare + ring + urgent + 1, record.slot_bytes] uint8. A slot of the pool is free, taken (being
-    filled), or a pair's."""
+    """`data` [units, unit bytes]: the slots of every class, then `urgent` ones and the null slot, of the largest size.
+    A slot of the pool is free, taken (being filled), or a pair's."""
 
     def __init__(
         self, record: ExpertRecord, residents: int, spare: int, device: torch.device, ring: int = 0, urgent: int = 0
     ) -> None:
         if residents < 1 or spare < 1:
             raise ValueError(f"an arena of {residents} residents and {spare} spare slots")
-        self.record, self.residents, self.spare, self.ring = record, residents, spare, ring
-        self.pool = residents + spare + ring
-        self.urgent = range(self.pool, self.pool + urgent)
-        self.null = self.pool + urgent
-        self.data: Tensor = _zeros(self.null + 1, record.slot_bytes, device)
+        self._lay_out([SlotClass(record.slot_bytes, residents, spare, ring)], None, record.slot_bytes, device, urgent)
+
+    @classmethod
+    def of_sizes(
+        cls, classes: Sequence[SlotClass], kind_of: npt.NDArray[np.int64], device: torch.device, urgent: int = 0
+    ) -> "Arena":
+        """kind_of [layers, experts]: which class a pair's record belongs to. Sizes are whole pages."""
+        if not classes or any(one.nbytes % PAGE_BYTES or one.nbytes < 1 for one in classes):
+            raise ValueError(f"slots of {[one.nbytes for one in classes]} bytes are not whole pages")
+        arena = cls.__new__(cls)
+        arena._lay_out(classes, kind_of, PAGE_BYTES, device, urgent)
+        return arena
+
+    def _lay_out(
+        self,
+        classes: Sequence[SlotClass],
+        kind_of: npt.NDArray[np.int64] | None,
+        unit_bytes: int,
+        device: torch.device,
+        urgent: int,
+    ) -> None:
+        self.classes, self._kind_of, self._unit_bytes = tuple(classes), kind_of, unit_bytes
+        begin, largest = 0, max(one.nbytes for one in classes)
+        self._free: list[deque[int]] = []
+        for one in classes:
+            step = one.nbytes // unit_bytes
+            # The slot that was freed first is taken first, on every rank alike: a slot rests as long as it can.
+            self._free.append(deque(range(begin, begin + one.slots * step, step)))
+            begin += one.slots * step
+        self._kind_of_slot = {slot: kind for kind, slots in enumerate(self._free) for slot in slots}
+        self.pool = len(self._kind_of_slot)
+        step = largest // unit_bytes
+        self.urgent = range(begin, begin + urgent * step, step)
+        self.null = begin + urgent * step
+        self.data: Tensor = _zeros(self.null + step, unit_bytes, device)
+        self._largest_bytes = largest
         self._slot_of: dict[Pair, int] = {}
-        self._pair_in: list[Pair | None] = [None] * self.pool
+        self._pair_in: dict[int, Pair] = {}
         self._taken: set[int] = set()
-        # The slot that was freed first is taken first, on every rank alike: a slot rests as long as it can.
-        self._free = deque(range(self.pool))
         self._fences: dict[int, torch.cuda.Event] = {}
         self._staging = _Staging()
 
     @property
+    def slots(self) -> int:
+        """Records that it can hold, those of reads before use included."""
+        return self.pool + len(self.urgent)
+
+    @property
+    def ring(self) -> int:
+        return sum(one.ring for one in self.classes)
+
+    def kind_of(self, pair: Pair) -> int:
+        """Which of `classes` the pair's record belongs to."""
+        return 0 if self._kind_of is None else int(self._kind_of[pair])
+
+    @property
     def free(self) -> int:
-        return len(self._free)
+        return sum(map(len, self._free))
 
     @property
     def pairs(self) -> list[Pair]:
@@ -61,13 +123,13 @@ class Arena:
         return self._slot_of.get(pair)
 
     def pair_in(self, slot: int) -> Pair | None:
-        return self._pair_in[slot]
+        return self._pair_in.get(slot)
 
-    def take(self) -> int:
-        """A free slot to read into; `hold` makes it a pair's."""
-        if not self._free:
+    def take(self, kind: int = 0) -> int:
+        """A free slot of the class to read into; `hold` makes it a pair's."""
+        if not self._free[kind]:
             raise PairError("no free expert slot is left", hint="raise `spare_slots` of the [experts] section")
-        slot = self._free.popleft()
+        slot = self._free[kind].popleft()
         self._taken.add(slot)
         return slot
 
@@ -75,6 +137,8 @@ class Arena:
         """The taken slot now holds the pair's record."""
         if slot not in self._taken or pair in self._slot_of:
             raise PairError(f"expert slot {slot} cannot hold {pair}: not taken, or the pair has a slot already")
+        if self._kind_of_slot[slot] != self.kind_of(pair):
+            raise PairError(f"expert slot {slot} is of another size than {pair}")
         self._taken.remove(slot)
         self._slot_of[pair] = slot
         self._pair_in[slot] = pair
@@ -84,8 +148,8 @@ class Arena:
         slot = self._slot_of.pop(pair, None)
         if slot is None:
             raise PairError(f"{pair} has no expert slot")
-        self._pair_in[slot] = None
-        self._free.append(slot)
+        del self._pair_in[slot]
+        self._free[self._kind_of_slot[slot]].append(slot)
         self.fence(slot)
 
     def fence(self, slot: int) -> None:
@@ -99,27 +163,39 @@ class Arena:
         elsewhere. Any thread may call; when it returns, any stream may read the slot."""
         if slot not in self._taken and slot not in self.urgent:
             raise PairError(f"expert slot {slot} was not taken")
+        room = self._room(slot)
         if self.data.device.type == "cpu":
-            read(self.data[slot].numpy().data)
+            read(room.numpy().data)
             return
-        staging, stream = self._staging.of(self.record.slot_bytes, self.data.device)
+        whole, stream = self._staging.of(self._largest_bytes, self.data.device)
+        staging = whole[: len(room)]
         read(staging.numpy().data)
         with torch.cuda.stream(stream):
             fence = self._fences.pop(slot, None)
             if fence is not None:
                 stream.wait_event(fence)
-            self.data[slot].copy_(staging, non_blocking=True)
+            room.copy_(staging, non_blocking=True)
         stream.synchronize()
+
+    def _room(self, slot: int) -> Tensor:
+        """[bytes of the slot's class, of the largest for an urgent one] uint8"""
+        kind = self._kind_of_slot.get(slot)
+        nbytes = self._largest_bytes if kind is None else self.classes[kind].nbytes
+        return self.data.view(-1)[slot * self._unit_bytes :][:nbytes]
 
     def check(self) -> None:
         """Raises PairError unless every slot is in exactly one state, both directions of the directory agree and the
         null slot is still zero."""
-        held = {slot: pair for slot, pair in enumerate(self._pair_in) if pair is not None}
-        if {pair: slot for slot, pair in held.items()} != self._slot_of or len(held) != len(self._slot_of):
+        if {pair: slot for slot, pair in self._pair_in.items()} != self._slot_of:
             raise PairError("the two directions of the expert directory differ")
-        if sorted([*held, *self._taken, *self._free]) != list(range(self.pool)):
+        free = [slot for slots in self._free for slot in slots]
+        if sorted([*self._pair_in, *self._taken, *free]) != sorted(self._kind_of_slot):
             raise PairError("an expert slot is in two states or in none")
-        if bool(self.data[self.null].any()):
+        if any(self._kind_of_slot[slot] != kind for kind, slots in enumerate(self._free) for slot in slots):
+            raise PairError("a free expert slot is among those of another size")
+        if any(self._kind_of_slot[slot] != self.kind_of(pair) for slot, pair in self._pair_in.items()):
+            raise PairError("an expert lies in a slot of another size")
+        if bool(self._room(self.null).any()):
             raise PairError("the null expert slot was written to")
 
 

@@ -85,7 +85,7 @@ class Residents:
     @property
     def slots(self) -> int:
         """Of the arena: records that it can hold, those of reads before use included."""
-        return self.arena.null
+        return self.arena.slots
 
     @property
     def arena_bytes(self) -> int:
@@ -117,8 +117,10 @@ class Residents:
     def fill(self, pairs: Sequence[Pair], progress: Progress) -> None:
         """Reads and publishes the first resident set. Raises PairError for a set that cannot be, DataError."""
         self._check_alive()
-        if self.count or len(pairs) > self.arena.residents or len(set(pairs)) != len(pairs):
-            raise PairError(f"a first set of {len(pairs)} experts for {self.arena.residents} places, or given twice")
+        places = [one.residents for one in self.arena.classes]
+        wanted = Counter(map(self.arena.kind_of, pairs))
+        if self.count or len(set(pairs)) != len(pairs) or any(wanted[kind] > most for kind, most in enumerate(places)):
+            raise PairError(f"a first set of {len(pairs)} experts for {sum(places)} places, or given twice")
         self._check_range(pairs)
         self._check_floor(Counter(layer for layer, _ in pairs))
         slots = self._fill(pairs, progress)
@@ -140,12 +142,8 @@ class Residents:
             raise PairError(f"a plan removes {out}, which is not resident")
         if out is not None and any(reading.out == out for reading in self._reading.values()):
             raise PairError(f"{out} is to leave twice")
-        swaps = sum(reading.out is not None for reading in self._reading.values())
-        if out is not None and swaps >= self.arena.spare:
-            raise PairError(f"more than {self.arena.spare} swaps cannot be read at once")
-        if out is None and len(self._ring) + len(self._reading) - swaps >= self.arena.ring:
-            raise PairError(f"the hot ring of {self.arena.ring} slots is full")
-        slot = self.arena.take()
+        self._check_room(pair, out)
+        slot = self.arena.take(self.arena.kind_of(pair))
         priority = Priority.ASYNC_HOT if out is None else Priority.SWAP
         ticket = self._io.submit(priority, *pair, partial(self.arena.load, slot))
         self._reading[number] = _Reading(pair, out, slot, ticket)
@@ -192,6 +190,7 @@ class Residents:
         for out, in_ in swaps:
             if in_ not in self._ring or not self._is_resident(out):
                 raise PairError(f"{out} and {in_} cannot exchange roles: not a resident and an entry of the ring")
+            self._check_size(out, in_)
             del self._ring[in_]
             self._ring[out] = None
             self._exchange(out, in_)
@@ -236,7 +235,7 @@ class Residents:
             raise PairError("the routable mask and the expert directory differ")
         if self.mask_hash != mask_hash(self.arena.directory, self.experts):
             raise PairError("the running hash of the routable set is wrong")
-        if any(self.arena.slot_of(pair) is None for pair in self._ring) or len(self._ring) > self.arena.ring:
+        if any(self.arena.slot_of(pair) is None for pair in self._ring) or not self._ring_fits():
             raise PairError("the hot ring and the expert directory differ")
         count = Counter(layer for layer, _ in self.pairs)
         if [count[layer] for layer in range(self.layers)] != self._residents_of:
@@ -251,6 +250,26 @@ class Residents:
         for layer, expert in pairs:
             if not (0 <= layer < self.layers and 0 <= expert < self.experts):
                 raise PairError(f"there is no expert {expert} in layer {layer}")
+
+    def _check_room(self, pair: Pair, out: Pair | None) -> None:
+        """Raises PairError unless a pair of this size may begin to be read now."""
+        kind_of = self.arena.kind_of
+        kind, places = kind_of(pair), self.arena.classes[kind_of(pair)]
+        reading = [one.out is not None for one in self._reading.values() if kind_of(one.pair) == kind]
+        if out is not None:
+            self._check_size(out, pair)
+            if sum(reading) >= places.spare:
+                raise PairError(f"more than {places.spare} swaps cannot be read at once")
+        elif sum(kind_of(one) == kind for one in self._ring) + len(reading) - sum(reading) >= places.ring:
+            raise PairError(f"the hot ring of {places.ring} slots is full")
+
+    def _check_size(self, out: Pair, in_: Pair) -> None:
+        if self.arena.kind_of(out) != self.arena.kind_of(in_):
+            raise PairError(f"{out} and {in_} cannot exchange places: their records differ in size")
+
+    def _ring_fits(self) -> bool:
+        entries = Counter(map(self.arena.kind_of, self._ring))
+        return all(entries[kind] <= one.ring for kind, one in enumerate(self.arena.classes))
 
     def _check_floor(self, count: Mapping[int, int] | Sequence[int]) -> None:
         for layer in range(self.layers):
@@ -292,7 +311,7 @@ class Residents:
     def _fill(self, pairs: Sequence[Pair], progress: Progress) -> dict[Pair, int]:
         """pair -> taken slot that holds its record. A failure makes the set unusable; its slots stay taken, because a
         read that hangs may still write into its own."""
-        jobs = {pair: self.arena.take() for pair in pairs}
+        jobs = {pair: self.arena.take(self.arena.kind_of(pair)) for pair in pairs}
         running = deque[Ticket]()
         try:
             for done in self._landing(jobs, running):
