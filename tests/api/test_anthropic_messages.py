@@ -214,6 +214,10 @@ def as_json(turns):
     return json.loads(json.dumps(turns, default=lambda block: block.model_dump(exclude_none=True)))
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+TOOL_USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -226,6 +230,17 @@ def as_json(turns):
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+        ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [TOOL_USE]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{**RESULT, "content": [TOOL_USE]}]}]},
+            "messages[0].content[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "search_result", "content": [RESULT]}]}]},
+            "messages[0].content[0].content[0].type",
+        ),
+        ({"system": [{"type": "thinking", "thinking": "x"}]}, "system[0].type"),
         ({"system": 3}, "system"),
         ({"system": [{"type": "text", "text": 1}]}, "system[0].text"),
         ({"temperature": True}, "temperature"),

@@ -189,3 +189,22 @@ async def test_what_cannot_be_kept_is_refused_by_its_field(server, engine, field
     assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
     assert words in reply["error"]["message"]
     assert len(engine.answers) == before
+
+
+WHOLE = {"type": "json_schema", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"output_config": {"format": {}}}, "output_config.format.type"),
+        ({"output_format": {"schema": SCHEMA}}, "output_format.type"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+        ({"output_config": {"format": WHOLE}, "output_format": {"schema": SCHEMA}}, "output_format.type"),
+    ],
+)
+async def test_a_format_is_whole_or_refused_also_where_another_one_counts(server, path, fields, param):
+    status, reply = await server.ask(ask(**fields), path=path)
+    assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
+    assert reply["error"]["message"].startswith(f"{param}: ")

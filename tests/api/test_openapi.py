@@ -174,7 +174,9 @@ HANDED_ON = {
     "input[].output[].type",
     "input[].output[].text",
     "input[].output[].refusal",
+    "input[].content[].image_url.url",
     "input[].output[].image_url",
+    "input[].output[].image_url.url",
 }
 """Parts go on to the parser of chats as they are, under another name."""
 TOKENIZED = [{"prompt": "a", "add_special_tokens": True, "return_token_strs": True}, *CHATS]

@@ -117,8 +117,7 @@ def _continues(body: Fields, messages: tuple[Message, ...]) -> bool:
         refuse("add_generation_prompt", "contradicts continue_final_message")
     if generation is False and not wanted:
         refuse("add_generation_prompt", "false is only supported with continue_final_message")
-    prefix = Fields(body.values["messages"][last], f"messages[{last}].").boolean("prefix")
-    if not (wanted or prefix):
+    if not (wanted or body.values["messages"][last].get("prefix")):
         return False
     if messages[last].role != "assistant" or messages[last].calls:
         refuse(f"messages[{last}]", "only an assistant message without tool calls can be continued")

@@ -19,7 +19,7 @@ from tided.api.chat_request import (
 from tided.api.ids import new_id
 from tided.api.prepare import Prepared, fitting_ids
 from tided.api.served import ServedModel
-from tided.chat.fields import Fields, refuse
+from tided.chat.fields import Fields, is_number, refuse
 from tided.chat.messages import Conversation, Prompt, Segment
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Request
@@ -85,7 +85,7 @@ def _chat(body: Fields, served: ServedModel) -> ChatRequest:
     """The fields that a completion shares with a chat."""
     vocabulary_tokens = served.tokenizer.vocabulary_tokens
     served.check_model(body.string("model"))
-    if body.get("suffix"):
+    if body.string("suffix"):
         refuse("suffix", "is not supported; leave it out")
     n = body.integer("n", 1, MAX_N) or 1
     if (best_of := body.integer("best_of", 1)) is not None and best_of != n:
@@ -122,8 +122,10 @@ def _prompts(body: Fields) -> list[str | list[int]]:
     given = body.get("prompt")
     if given is None or given == "" or given == []:
         return [""]
-    if isinstance(given, str) or (isinstance(given, list) and _is_ids(given)):
+    if isinstance(given, str):
         return [given]
+    if isinstance(given, list) and _is_ids(given):
+        return [[*map(int, given)]]
     if not isinstance(given, list):
         body.wrong("prompt", "a string, a list of token ids, or a list of either")
     if len(given) > MAX_PROMPTS:
@@ -131,11 +133,11 @@ def _prompts(body: Fields) -> list[str | list[int]]:
     for at, one in enumerate(given):
         if not isinstance(one, str) and not (isinstance(one, list) and _is_ids(one)):
             refuse(f"prompt[{at}]", "expected a string or a list of token ids")
-    return given
+    return [one if isinstance(one, str) else [*map(int, one)] for one in given]
 
 
 def _is_ids(given: list[Any]) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) for value in given)
+    return all(is_number(value) and value == int(value) for value in given)
 
 
 def _ids(
@@ -143,12 +145,12 @@ def _ids(
 ) -> list[int]:
     tokenizer, context_tokens = served.tokenizer, served.context_tokens
     begin = [tokenizer.special_id(token) for token in served.family.begin]
+    parses, begins = body.boolean("parse_special") is not False, body.boolean("add_bos") is not False
     if isinstance(prompt, str):
-        parses = body.boolean("parse_special") is not False
         segments = tuple(_segments(prompt, tokenizer) if parses else [Segment(prompt)] if prompt else [])
         ids = fitting_ids(tokenizer, Prompt(segments, "content"), context_tokens, max_tokens, alive)
         has_begun = ids[: len(begin)] == begin
-        return ids if has_begun or (body.boolean("add_bos") is False and ids) else [*begin, *ids]
+        return ids if has_begun or (ids and not begins) else [*begin, *ids]
     if wrong := [value for value in prompt if not 0 <= value < tokenizer.vocabulary_tokens]:
         refuse("prompt", f"token ids are from 0 to {tokenizer.vocabulary_tokens - 1}, got {str(wrong[0])[:40]}")
     if len(prompt) > context_tokens:

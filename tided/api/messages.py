@@ -55,6 +55,7 @@ def _message(value: Any, path: str) -> Message:
     role = fields.get("role")
     if not isinstance(role, str) or role not in ROLES:
         fields.wrong("role", f"one of {', '.join(ROLES)}")
+    fields.boolean("prefix")  # of the last one it counts
     return Message(
         role=ROLES[role],
         parts=_parts(fields),
@@ -65,8 +66,8 @@ def _message(value: Any, path: str) -> Message:
 
 
 def _reasoning(fields: Fields) -> str:
-    names = ("reasoning_content", "reasoning", "thinking")
-    return next((text for name in names if (text := fields.string(name)) is not None), "")
+    texts = [fields.string(name) for name in ("reasoning_content", "reasoning", "thinking")]
+    return next((text for text in texts if text is not None), "")
 
 
 def _parts(fields: Fields) -> tuple[Part, ...]:
@@ -122,13 +123,14 @@ def _call(value: Any, path: str) -> ToolCall:
 
 
 def _function(value: Any, path: str) -> Fields | None:
-    if not isinstance(value, dict) or not isinstance(value.get("type", "function"), str):
+    if not isinstance(value, dict):
         refuse(path, "expected an object with type and function")
-    if value.get("type", "function") != "function":
+    tool = Fields(value, f"{path}.")
+    if tool.string("type") not in (None, "function"):
         return None
-    if not isinstance(value.get("function"), dict):
-        refuse(f"{path}.function", "expected an object")
-    return Fields(value["function"], f"{path}.function.")
+    if tool.get("function") is None:
+        refuse(tool.param("function"), "expected an object")
+    return tool.fields("function")
 
 
 def _tool(function: Fields) -> Tool:

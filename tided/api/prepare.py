@@ -110,10 +110,8 @@ def rendered(conversation: Conversation, served: ServedModel) -> Prompt:
         if seen := next(images_of(asked), None):
             refuse(seen.param, "images are not supported by this server", code="image_input_not_supported")
         return prompt
-    shown = set(map(id, prompt.images))
-    for image in images_of(conversation.messages):
-        if id(image) not in shown:
-            refuse(image.param, "an image may stand in messages of the user, and in tool results")
+    for image in images_of([one for one in conversation.messages if one.role not in ("user", "tool")]):
+        refuse(image.param, "an image may stand in messages of the user, and in tool results")
     return prompt
 
 

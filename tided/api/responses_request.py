@@ -1,7 +1,7 @@
 """The body of POST /v1/responses as the chat completion it is: nothing is stored, each holds its whole conversation."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -71,8 +71,8 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
     """Flat here, nested in chat completions."""
     if not isinstance(tool, dict):
         refuse(path, "expected an object")
-    if tool.get("type", "function") != "function":
-        return {"type": str(tool["type"])}
+    if (kind := Fields(tool, f"{path}.").string("type")) not in (None, "function"):
+        return {"type": kind}
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
@@ -119,15 +119,21 @@ def _message(item: Fields) -> dict[str, Any]:
     if kind == "message":
         return {"role": item.get("role"), "content": _parts(item, "content")}
     if kind == "reasoning":
-        parts = item.array("content", MAX_ITEMS) or []
-        texts = [str(part.get("text") or "") for part in parts if isinstance(part, dict)]
-        return {"role": "assistant", "reasoning_content": "".join(texts)}
+        return {"role": "assistant", "reasoning_content": "".join(_reasoning(item))}
     if kind == "function_call":
         function = {"name": item.string("name"), "arguments": item.string("arguments")}
         return {"role": "assistant", "tool_calls": [{"id": item.string("call_id") or "", "function": function}]}
     if kind == "function_call_output":
         return {"role": "tool", "tool_call_id": item.string("call_id"), "content": _parts(item, "output")}
     return item.wrong("type", "message, reasoning, function_call or function_call_output")
+
+
+def _reasoning(item: Fields) -> Iterator[str]:
+    for at, part in enumerate(item.array("content", MAX_ITEMS) or ()):
+        path = item.param(f"content[{at}]")
+        if not isinstance(part, dict):
+            refuse(path, "expected an object")
+        yield Fields(part, f"{path}.").string("text") or ""
 
 
 def _parts(item: Fields, name: str) -> list[Any]:

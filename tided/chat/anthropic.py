@@ -24,6 +24,13 @@ MAX_MESSAGES, MAX_BLOCKS = 10_000, 10_000
 # Claude Code's first line of the system text: it is another one with every request.
 BILLING = "x-anthropic-billing-header:"
 
+# Left out elsewhere, these would be lost without a word.
+_ONLY_IN = {
+    "thinking": "messages of the assistant",
+    "tool_use": "messages of the assistant",
+    "tool_result": "messages of the user",
+}
+
 
 def parse_request(body: Fields, thinking: bool, *, family: Family) -> tuple[Conversation, AnswerShape]:
     """`thinking`: of a request that does not say. Raises RequestError."""
@@ -51,7 +58,8 @@ class _Reader:
         given = body.get("system")
         if given is None or isinstance(given, str):
             return _filled(_without_billing(given or ""))
-        return _paragraphs(_system_texts(self._blocks(body, "system")))
+        parts = [part for block in _as_blocks(body, "system") for part in self._part(block)]
+        return _paragraphs(_system_texts(parts))
 
     def messages(self, body: Fields) -> tuple[Message, ...]:
         given = body.array("messages", MAX_MESSAGES)
@@ -133,10 +141,6 @@ class _Reader:
             found += [block] if isinstance(block, str) else self._part(block)
         return tuple(found)
 
-    def _blocks(self, fields: Fields, name: str) -> list[Part]:
-        blocks = _as_blocks(fields, name)
-        return [part for block in blocks for part in self._part(block)]
-
     def _part(self, block: Fields) -> list[Part]:
         kind = block.get("type")
         if kind == "text":
@@ -146,11 +150,19 @@ class _Reader:
         if kind == "document":
             return list(_filled(_document(block)))
         if kind == "search_result":
-            return self._blocks(block, "content")
+            return [part for text in _as_blocks(block, "content") for part in self._found(text)]
         if not isinstance(kind, str):
             block.wrong("type", "the type of a content block")
+        if kind in _ONLY_IN:
+            refuse(block.param("type"), f"a {kind} block may stand only in {_ONLY_IN[kind]}")
         log.debug("a content block of an unknown type is left out")  # or reasoning that nobody can read
         return []
+
+    def _found(self, block: Fields) -> list[Part]:
+        """What a search found is text."""
+        if block.get("type") != "text":
+            block.wrong("type", "text")
+        return self._part(block)
 
     def _image(self, block: Fields) -> Image:
         source = block.fields("source")

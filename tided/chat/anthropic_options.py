@@ -51,12 +51,15 @@ def _choice(body: Fields, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def _format(body: Fields) -> Format | None:
-    """`output_config.format`; `output_format` is how it was called first."""
-    output = body.fields("output_config")
-    name, of = ("output_format", body) if output.get("format") is None else ("format", output)
-    given = of.fields(name)
-    if not given.values:
+    """`output_config.format`; `output_format` is how it was called first, and counts where the other is missing."""
+    given = [_one_format(of, name) for of, name in ((body.fields("output_config"), "format"), (body, "output_format"))]
+    return given[0] or given[1]
+
+
+def _one_format(of: Fields, name: str) -> Format | None:
+    if of.get(name) is None:
         return None
+    given = of.fields(name)
     if given.get("type") != "json_schema":
         given.wrong("type", "json_schema")
     if given.get("schema") is None:

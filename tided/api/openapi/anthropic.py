@@ -71,7 +71,7 @@ _PROMPT: dict[str, Schema] = {
     ),
     "thinking": asked({}, {"type": one("enabled", "adaptive", "disabled"), "budget_tokens": integer(1)}),
     "output_config": asked({}, {"effort": one(*EFFORTS), "format": _FORMAT}),
-    "output_format": said("Read where output_config has no format.", _FORMAT),
+    "output_format": said("Counts where output_config has no format.", _FORMAT),
     "mcp_servers": array({}, 0),
 }
 _MESSAGES = array(ref("Message"), MAX_MESSAGES, least=1)

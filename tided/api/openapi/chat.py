@@ -93,14 +93,14 @@ THINKING: dict[str, Schema] = {
 }
 
 _PARTS = [asked({"type": always(kind), name: text()}) for kind, name in TEXT_PARTS.items()]
-_IMAGE = said(
-    "Refused where the served model sees none.",
-    asked({"type": always("image_url"), "image_url": either(text(1), asked({"url": text(1)}))}),
-)
+IMAGE_URL = either(text(1), asked({"url": text(1)}))
+SEEN_NOWHERE = "Refused where the served model sees none."
+_IMAGE = said(SEEN_NOWHERE, asked({"type": always("image_url"), "image_url": IMAGE_URL}))
 _CALL = asked(
     {"function": asked({"name": text(1)}, {"arguments": said("JSON.", either(text(), ANY_OBJECT))})}, {"id": text()}
 )
-_SEES = ("user", "tool")
+SEES = ("user", "tool")
+BLIND = tuple(role for role in ROLES if role not in SEES)
 _TURN: dict[str, Schema] = {
     "content": either(text(), array(either(*_PARTS), MAX_PARTS)),
     "tool_call_id": text(),
@@ -145,13 +145,12 @@ FORMAT = either(
 SCHEMAS: dict[str, Schema] = {
     "ChatMessage": either(
         asked({"role": always("assistant")}, _TURN | _ANSWERED),
-        asked({"role": one(*_SEES)}, _TURN | _SEEN),
-        asked({"role": one(*(role for role in ROLES if role not in ("assistant", *_SEES)))}, _TURN),
+        asked({"role": one(*SEES)}, _TURN | _SEEN),
+        asked({"role": one(*(role for role in BLIND if role != "assistant"))}, _TURN),
     ),
     "ChatTool": said(
         "Tools of other types are left out where there are functions beside them.",
-        either(asked({"function": _FUNCTION}) | {"not": {"required": ["type"]}}, asked({"type": _OTHER_TYPE}),
-               asked({"type": always("function"), "function": _FUNCTION})),
+        either(asked({"function": _FUNCTION}, {"type": always("function")}), asked({"type": _OTHER_TYPE})),
     ),
     "ChatRequest": asked(
         {"messages": array(ref("ChatMessage"), MAX_MESSAGES, least=1)},

@@ -1,8 +1,19 @@
 """What completions and Responses take."""
 
 from tided.api.completions_request import MAX_LOGPROBS, MAX_PROMPTS
-from tided.api.messages import MAX_PARTS, MAX_TOOLS, ROLES
-from tided.api.openapi.chat import ANSWER, FORMAT, SAMPLING, THINKING, TOOL_CHOICE, TOOL_NAMES
+from tided.api.messages import MAX_PARTS, MAX_TOOLS
+from tided.api.openapi.chat import (
+    ANSWER,
+    BLIND,
+    FORMAT,
+    IMAGE_URL,
+    SAMPLING,
+    SEEN_NOWHERE,
+    SEES,
+    THINKING,
+    TOOL_CHOICE,
+    TOOL_NAMES,
+)
 from tided.api.openapi.terms import (
     ANY_OBJECT,
     NULL,
@@ -24,8 +35,13 @@ _IDS = array(integer(0))
 _PROMPT = said(
     "A text or token ids, or several of either.", either(text(), _IDS, array(either(text(), _IDS), MAX_PROMPTS))
 )
-_ITEM_PARTS = either(text(), array(ref("ResponsePart"), MAX_PARTS))
-_TEXTS = ("input_text", "output_text", "text")
+_TEXTS = either(
+    asked({"type": one("input_text", "output_text", "text"), "text": text()}),
+    asked({"type": always("refusal"), "refusal": text()}),
+)
+_IMAGE = said(SEEN_NOWHERE, asked({"type": one("input_image", "image_url"), "image_url": IMAGE_URL}))
+_SAID = either(text(), array(_TEXTS, MAX_PARTS))
+_SEEN = either(text(), array(either(_TEXTS, _IMAGE), MAX_PARTS))
 _FUNCTION = asked(
     {"name": TOOL_NAMES}, {"description": text(), "parameters": asked({}, {"properties": ANY_OBJECT}), "strict": TRUTH}
 )
@@ -47,16 +63,12 @@ SCHEMAS: dict[str, Schema] = {
             "suffix": text(0, 0),
         },
     ),
-    "ResponsePart": either(
-        asked({"type": one(*_TEXTS), "text": text()}),
-        asked({"type": always("refusal"), "refusal": text()}),
-        asked({"type": always("input_image"), "image_url": text(1)}),
-    ),
     "ResponseItem": either(
-        asked({"role": one(*ROLES)}, {"type": always("message"), "content": _ITEM_PARTS}),
+        asked({"role": one(*SEES)}, {"type": always("message"), "content": _SEEN}),
+        asked({"role": one(*BLIND)}, {"type": always("message"), "content": _SAID}),
         asked({"type": always("reasoning")}, {"content": array(asked({}, {"text": text()}), MAX_ITEMS)}),
         asked({"type": always("function_call"), "name": text(1)}, {"call_id": text(), "arguments": text()}),
-        asked({"type": always("function_call_output")}, {"call_id": text(), "output": _ITEM_PARTS}),
+        asked({"type": always("function_call_output")}, {"call_id": text(), "output": _SEEN}),
     ),
     "ResponseRequest": asked(
         {"input": either(text(), array(ref("ResponseItem"), MAX_ITEMS, least=1))},
@@ -80,7 +92,7 @@ SCHEMAS: dict[str, Schema] = {
         },
     ),
     "ResponseTool": either(
-        {"allOf": [{"properties": {"type": always("function")}}, _FUNCTION]},
+        {"allOf": [asked({}, {"type": always("function")}), _FUNCTION]},
         asked({"type": {"type": "string", "not": always("function")}}),
     ),
 }  # fmt: skip
