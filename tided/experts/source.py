@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kernels.record import ExpertRecord, Part
 from packers.shards import Checkpoint, TensorInfo
@@ -41,7 +42,7 @@ class ReadStats:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """What a rank needs of one tensor: file bytes [begin, end), as `rows` rows of which `columns` belong to it."""
 
     path: Path
@@ -51,20 +52,15 @@ class _Cut:
     columns: slice
 
 
-class CheckpointSource:
-    """Reads an expert from the original shards in as few contiguous runs as the layout allows, each cut into place in
-    the caller's memory.
+class RunSource:
+    """Experts out of original shards, in as few contiguous runs as the layout allows, each cut into place in the
+    caller's memory. `cuts` and `slot_bytes` say what an expert is made of, `finish` writes what no file has."""
 
-    In the released layout scales and weights lie apart, so one rank takes two runs. A rank of two takes three, of four
-    four or five: its rows of w1 and w3 lie apart then. Of w2, which is cut by columns, every rank reads all codes and
-    scales and keeps its own: 13 MB for a record of 9.4 with two ranks."""
-
-    def __init__(self, checkpoint: Checkpoint, names: ExpertNames, record: ExpertRecord, rank: int) -> None:
-        if not 0 <= rank < record.ranks:
-            raise ValueError(f"rank {rank} of {record.ranks}")
-        self.record, self.rank = record, rank
-        self._whole = replace(record, ranks=1)
-        self._checkpoint, self._names = checkpoint, names
+    def __init__(self, checkpoint: Checkpoint, ranks: int, rank: int) -> None:
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks}")
+        self.rank = rank
+        self._checkpoint = checkpoint
         self._files: dict[Path, RangeFile] = {}
         self._staging = Staging()
         self._lock = threading.Lock()
@@ -74,15 +70,25 @@ class CheckpointSource:
     def stats(self) -> ReadStats:
         return self._stats
 
+    def cuts(self, layer: int, expert: int) -> list[Cut]:
+        raise NotImplementedError
+
+    def slot_bytes(self, layer: int, expert: int) -> int:
+        raise NotImplementedError
+
+    def finish(self, layer: int, expert: int, out: "npt.NDArray[np.uint8]") -> None:
+        raise NotImplementedError
+
     def read(self, layer: int, expert: int, out: memoryview) -> None:
-        if out.nbytes != self.record.slot_bytes:
-            raise ValueError(f"{out.nbytes} bytes of room for a record of {self.record.slot_bytes}")
+        """`out` has at least the record's bytes; what is behind them stays."""
+        if out.nbytes < self.slot_bytes(layer, expert):
+            raise ValueError(f"{out.nbytes} bytes of room for a record of {self.slot_bytes(layer, expert)}")
         began = time.perf_counter()
         slot = np.frombuffer(out, dtype=np.uint8)
-        runs = list(_runs(self._cuts(layer, expert)))
+        runs = list(_runs(self.cuts(layer, expert)))
         for run in runs:
             self._read_run(run, slot)
-        slot[self.record.nbytes :] = 0
+        self.finish(layer, expert, slot)
         self._count(sum(run[-1].end - run[0].begin for run in runs), len(runs), time.perf_counter() - began)
 
     def close(self) -> None:
@@ -92,20 +98,7 @@ class CheckpointSource:
                 file.close()
             self._files.clear()
 
-    def _cuts(self, layer: int, expert: int) -> list[_Cut]:
-        names = self._names(layer, expert)
-        parts = zip(self.record.parts, self._whole.shapes, names, strict=True)
-        return [self._cut(index, part, shape, name) for index, (part, shape, name) in enumerate(parts)]
-
-    def _cut(self, index: int, part: Part, shape: tuple[int, int], name: str) -> _Cut:
-        info = _byte_tensor(self._checkpoint, name, shape)
-        if index % 3 == W2:
-            columns = slice(self.rank * part.row_bytes, (self.rank + 1) * part.row_bytes)
-            return _Cut(info.path, info.offset, info.offset + info.nbytes, part, columns)
-        begin = info.offset + self.rank * part.nbytes
-        return _Cut(info.path, begin, begin + part.nbytes, part, slice(None))
-
-    def _read_run(self, run: list[_Cut], slot: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
+    def _read_run(self, run: list[Cut], slot: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
         begin, nbytes = run[0].begin, run[-1].end - run[0].begin
         buffer = self._staging.buffer(span_bytes(begin, nbytes))
         read = np.frombuffer(self._file(run[0].path).read(begin, nbytes, buffer), dtype=np.uint8)
@@ -129,6 +122,42 @@ class CheckpointSource:
             )
 
 
+class CheckpointSource(RunSource):
+    """Experts whose records are all of one size.
+
+    In the released layout scales and weights lie apart, so one rank takes two runs. A rank of two takes three, of four
+    four or five: its rows of w1 and w3 lie apart then. Of w2, which is cut by columns, every rank reads all codes and
+    scales and keeps its own: 13 MB for a record of 9.4 with two ranks."""
+
+    def __init__(self, checkpoint: Checkpoint, names: ExpertNames, record: ExpertRecord, rank: int) -> None:
+        super().__init__(checkpoint, record.ranks, rank)
+        self.record, self._names, self._whole = record, names, replace(record, ranks=1)
+
+    def read(self, layer: int, expert: int, out: memoryview) -> None:
+        if out.nbytes != self.record.slot_bytes:
+            raise ValueError(f"{out.nbytes} bytes of room for a record of {self.record.slot_bytes}")
+        super().read(layer, expert, out)
+
+    def slot_bytes(self, layer: int, expert: int) -> int:
+        return self.record.slot_bytes
+
+    def cuts(self, layer: int, expert: int) -> list[Cut]:
+        names = self._names(layer, expert)
+        parts = zip(self.record.parts, self._whole.shapes, names, strict=True)
+        return [self._cut(index, part, shape, name) for index, (part, shape, name) in enumerate(parts)]
+
+    def finish(self, layer: int, expert: int, out: "npt.NDArray[np.uint8]") -> None:
+        out[self.record.nbytes :] = 0
+
+    def _cut(self, index: int, part: Part, shape: tuple[int, int], name: str) -> Cut:
+        info = _byte_tensor(self._checkpoint, name, shape)
+        if index % 3 == W2:
+            columns = slice(self.rank * part.row_bytes, (self.rank + 1) * part.row_bytes)
+            return Cut(info.path, info.offset, info.offset + info.nbytes, part, columns)
+        begin = info.offset + self.rank * part.nbytes
+        return Cut(info.path, begin, begin + part.nbytes, part, slice(None))
+
+
 W2 = 2  # parts 2 and 5 of a record; cut by columns, so a rank reads all of it
 
 
@@ -145,10 +174,10 @@ def _byte_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> T
     return info
 
 
-def _runs(cuts: list[_Cut]) -> Iterator[list[_Cut]]:
+def _runs(cuts: list[Cut]) -> Iterator[list[Cut]]:
     """Cuts that lie side by side in one file, by offset. No two cuts overlap: the shard's header was checked."""
     for _, same_file in groupby(sorted(cuts, key=lambda c: (c.path, c.begin)), key=lambda c: c.path):
-        run: list[_Cut] = []
+        run: list[Cut] = []
         for cut in same_file:
             if run and cut.begin - run[-1].end > min(GAP_BYTES, cut.end - cut.begin):
                 yield run
