@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 COLUMNS = ("layer", "expert", "picks", "missed weight", "read before use", "what happened")
-WORDS = {"asked": "read began", "routable": "routable", "promoted": "promoted", "left": "left"}
+WORDS = {
+    "asked": "read began",
+    "routable": "routable",
+    "promoted": "promoted",
+    "left": "left",
+    "not read": "could not be read",
+}
 
 
 def run(request_id: str, url: str | None, top: int, as_json: bool) -> None:

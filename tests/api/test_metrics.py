@@ -18,7 +18,7 @@ FIGURES = {
     "steps": 12, "swaps": 3, "reads_nbytes": 4096, "reads_seconds": 0.5, "reads_hot_issued": 5, "kv_tokens_used": 64,
     "kv_tokens_capacity": 256, "rank_wait_s": {1: 0.25, 2: 0.5}, "rank_waits": 2, "device_bytes": 0,
     "arena_bytes": 512, "available_bytes": {0: 1e9, 1: 2e9}, "reads_hot_bytes": 7, "reads_hot_used": 4,
-    "reads_hot_late": 1, "reads_waited_reads": 3, "reads_wait_s": 0.5,
+    "reads_hot_late": 1, "reads_waited_reads": 3, "reads_wait_s": 0.5, "reads_failed": 2,
 }  # fmt: skip
 
 

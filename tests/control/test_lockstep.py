@@ -196,11 +196,11 @@ def test_what_followers_have_read_is_heard_whenever_they_say_it(keys):
         assert all(0 <= seconds < 10 for seconds in waited_s.values())
         assert sorted(leader.landed()) == [1, 2, 2]
         assert leader.landed() == []
-        other.landed([1])
+        other.landed([1], [3, 4])
         heard, deadline_s = [], time.monotonic() + 10
         while not heard and time.monotonic() < deadline_s:
             heard = leader.landed()
-        assert heard == [1]
+        assert (heard, leader.failed(), leader.failed()) == ([1], [3, 4], [])
 
 
 def test_what_followers_have_read_back_is_heard_with_their_rank(keys):
@@ -251,7 +251,7 @@ def test_steps_arrive_whole_and_in_order(keys):
             2,
             1,
             release=[1],
-            change=Change([3], [Swap((0, 1), (0, 2))], [(0, 1)], [Load(4, (0, 5))]),
+            change=Change([3], [Swap((0, 1), (0, 2))], [(0, 1)], [Load(4, (0, 5))], [2]),
             work=Decode([0]),
             digest_due=True,
         ),

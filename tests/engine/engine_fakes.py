@@ -112,7 +112,8 @@ class FakeResidents:
     def __init__(self, tables: RoutingTables, pairs: list[tuple[int, int]], ring_slots: int = 0) -> None:
         self.tables, self.pairs, self.ring_slots = tables, list(pairs), ring_slots
         self.ring: list[tuple[int, int]] = []
-        self.fail = self.broken = self.holds = False
+        self.broken = self.holds = False
+        self.fails: set[tuple[int, int]] = set()
         self.checked, self.mask_hash, self.reads = 0, 0, {}
         self.under_way: dict[int, tuple] = {}
         self.told: set[int] = set()
@@ -140,11 +141,20 @@ class FakeResidents:
         self.under_way[number] = (pair, out)
 
     def landed(self) -> list[int]:
-        if self.fail and self.under_way:
-            raise OSError("record unreadable")
-        new = [number for number in self.under_way if number not in self.told and not self.holds]
+        return self._new(lambda pair: pair not in self.fails)
+
+    def failed(self) -> list[int]:
+        return self._new(lambda pair: pair in self.fails)
+
+    def _new(self, told) -> list[int]:
+        new = [n for n, (pair, _) in self.under_way.items() if n not in self.told and not self.holds and told(pair)]
         self.told |= set(new)
         return new
+
+    def give_up(self, numbers) -> None:
+        for number in numbers:
+            assert number in self.told, "given up before it ended here"
+            del self.under_way[number]
 
     def publish(self, numbers) -> None:
         for number in numbers:
@@ -196,6 +206,7 @@ class Wire:
         self.steps: queue.Queue[bytes] = queue.Queue(64)
         self.digests: queue.Queue[tuple[int, str]] = queue.Queue(64)
         self.tickets: queue.Queue[list[int]] = queue.Queue(64)
+        self.given_up: queue.Queue[list[int]] = queue.Queue(64)
         self.answers: queue.Queue[Recalled] = queue.Queue(64)
         self.sent: list[Step] = []
         self.compared = 0
@@ -210,15 +221,16 @@ class Wire:
         except queue.Empty:
             return None
 
-    def landed(self, tickets: list[int] | None = None) -> list[int]:
+    def landed(self, tickets: list[int] | None = None, failed: list[int] = ()) -> list[int]:
         """A follower's word, or what rank 0 hears."""
         if tickets is not None:
             self.tickets.put(tickets, timeout=5)
+            self.given_up.put(list(failed), timeout=5)
             return []
-        heard = []
-        while not self.tickets.empty():
-            heard += self.tickets.get_nowait()
-        return heard
+        return heard(self.tickets)
+
+    def failed(self) -> list[int]:
+        return heard(self.given_up)
 
     def recalled(self, *answer) -> list[Recalled]:
         """A follower's word, or what rank 0 hears."""
@@ -243,6 +255,13 @@ class Wire:
         self.steps.put(msgspec.msgpack.encode(Stop(reason)), timeout=5)
 
 
+def heard(from_: queue.Queue[list[int]]) -> list[int]:
+    tickets = []
+    while not from_.empty():
+        tickets += from_.get_nowait()
+    return tickets
+
+
 class Alone:
     """The link of one rank: keeps what was sent."""
 
@@ -256,6 +275,9 @@ class Alone:
         self.sent.append(msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step))
 
     def landed(self) -> list[int]:
+        return []
+
+    def failed(self) -> list[int]:
         return []
 
     def recalled(self) -> list[Recalled]:

@@ -6,7 +6,9 @@ import torch
 from engine_fakes import EXPERTS, LAYERS, PAIRS, SWAPS, TOP_K
 
 from tided.control.messages import Load, Swap
-from tided.engine.motion import Motion
+from tided.engine import motion as motion_module
+from tided.engine.motion import LEFT_ALONE_STEPS, MOST_DAMAGED, TRIES, Motion
+from tided.errors import PairError
 from tided.experts.tables import DemandTap, Together
 from tided.tide.demand import RouterShape
 from tided.tide.hot import HotReads
@@ -99,6 +101,102 @@ def test_a_swap_that_moves_have_overtaken_is_left_out():
     m = motion(spare=4)
     m.take_plan([SWAPS[0], SWAPS[0], ((0, 0), (0, 6)), ((0, 1), (0, 7)), SWAPS[1]], "prompt")
     assert loads(m.change()[0]) == [SWAPS[0][::-1], SWAPS[1][::-1]]
+
+
+# Reads that fail
+
+
+@pytest.mark.parametrize("tells_last", ["landed", "failed"])
+def test_what_one_rank_cannot_read_is_given_up_on_all_once_it_has_ended_on_all(tells_last):
+    m = motion(ranks=2)
+    m.take_plan(SWAPS[:2], "prompt")
+    m.change()
+    (m.landed if tells_last == "failed" else m.failed)([1])
+    assert not m.change()[0]  # the other rank still writes to its slot
+    getattr(m, tells_last)([1])
+    m.landed([2])
+    m.landed([2])
+    change, moved = m.change()
+    assert (change.give_up, change.publish, moved.swaps) == ([1], [2], [SWAPS[1]])
+    assert (m.reading, m.count.failed) == (0, 1)
+    assert SWAPS[0][0] in m.hot.residents  # what should have left stays
+    assert SWAPS[0][1] not in m.hot.residents
+
+
+def steps(m: Motion, count: int) -> None:
+    for _ in range(count):
+        m.stepped(0)
+        m.change()
+
+
+def asked(m: Motion, swap, fails: bool = True) -> int:
+    """Plans the swap before every step until its read begins, and ends it; how many steps that took."""
+    for waited in range(100_000):
+        m.take_plan([swap], "test")
+        change, _ = m.change()
+        if change.load:
+            (m.failed if fails else m.landed)([load.ticket for load in change.load])
+            m.change()
+            return waited
+        m.stepped(0)
+    raise AssertionError(f"{swap} is never read")
+
+
+def test_a_record_that_failed_is_left_alone_for_a_while_each_time_for_longer():
+    m = motion()
+    assert [asked(m, SWAPS[0]) for _ in range(4)] == [0, *(LEFT_ALONE_STEPS * 8**times for times in range(3))]
+    asked(m, SWAPS[0], fails=False)
+    back = SWAPS[0][::-1]
+    assert asked(m, back, fails=False) == 0
+    assert [asked(m, SWAPS[0]), asked(m, SWAPS[0])] == [0, LEFT_ALONE_STEPS]  # what was read since counts anew
+
+
+def test_a_hot_read_that_failed_frees_its_place_and_others_are_read():
+    m = motion(ring=1)
+    wants(m, (0, 7))
+    change, _ = m.change()
+    m.failed([load.ticket for load in change.load])
+    assert m.change()[0].give_up == [1]
+    wants(m, (0, 7), (2, 6))
+    assert loads(m.change()[0]) == [((2, 6), None)]
+    assert (m.hot.ring, m.count.issued, m.count.failed) == ([], 2, 1)
+
+
+def test_a_ring_looks_for_a_record_again_and_plans_leave_it_out_until_then():
+    m = motion(ring=2)
+    wants(m, (0, 7))
+    m.change()
+    m.failed([1])
+    m.change()
+    assert (0, 7) not in [in_ for _, in_ in m.hot.plan(99)]
+    steps(m, LEFT_ALONE_STEPS)
+    wants(m, (0, 7), tokens=40)
+    assert ((0, 7), None) in loads(m.change()[0])
+
+
+def test_a_disk_that_is_gone_ends_the_pair(monkeypatch):
+    m = motion()
+    monkeypatch.setattr(motion_module, "MOST_FAILED", 5)
+    for swap in SWAPS:
+        asked(m, swap)
+    asked(m, ((0, 1), (0, 6)), fails=False)  # one landed: the disk is there
+    for swap in (*SWAPS, ((0, 2), (0, 5))):
+        asked(m, swap)
+    with pytest.raises(PairError, match="experts cannot be read: the last 5 reads failed"):
+        asked(m, ((1, 2), (1, 5)))
+
+
+def test_a_disk_on_which_many_records_fail_again_and_again_ends_the_pair():
+    experts, good = 256, [((0, 0), (0, 9)), ((0, 9), (0, 0))]
+    m = Motion(HotReads(RouterShape(1, experts, 2), [(0, e) for e in range(8)], 0, 2, np.ones((1, experts))), 1, 2)
+    bad = [((0, 7), (0, 20 + number)) for number in range(MOST_DAMAGED + 1)]
+    for turn, swap in enumerate((TRIES * bad)[:-1]):
+        m._clock += 10_000  # all may be asked for again
+        asked(m, good[turn % 2], fails=False)
+        asked(m, swap)
+    m._clock += 10_000
+    with pytest.raises(PairError, match=f"{MOST_DAMAGED + 1} records each time"):
+        asked(m, bad[-1])
 
 
 # Hot reads
@@ -250,9 +348,14 @@ def test_any_traffic_leaves_books_that_agree(seed):
         if random.random() < 0.1:
             m.take_plan([(out, in_) for out, in_ in zip(sorted(resident), ABSENT, strict=False)], "test")
         told = [ticket for ticket in reading if random.random() < 0.4]
-        m.landed(told)
+        bad = {ticket for ticket in told if random.random() < 0.2}
+        m.landed([ticket for ticket in told if ticket not in bad])
+        m.failed(sorted(bad))
         change, _ = m.change()
-        assert set(change.publish) == set(told)
+        assert set(change.publish) == set(told) - bad
+        assert set(change.give_up) == bad
+        for ticket in bad:
+            del reading[ticket]
         for ticket in change.publish:
             load = reading.pop(ticket)
             if load.out is None:

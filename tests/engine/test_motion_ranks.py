@@ -8,6 +8,7 @@ from engine_fakes import FakePilot
 from real_pair import Served, opened
 from test_fidelity import ask, with_tide
 
+from tided.engine import motion
 from tided.engine.offline import first_pairs
 from tided.engine.types import Failed, Tokens
 from tided.errors import DataError, PairError
@@ -31,17 +32,18 @@ class Plans(FakePilot):
 
 
 class Disk:
-    """A rank's source: reads pass when `open` is set, and fail when `broken`."""
+    """A rank's source: reads pass when `open` is set, and fail when `broken`, or of the pairs that it names."""
 
     def __init__(self, rank) -> None:
         self.inner, self.open, self.broken, self.reads = rank.reads.io._source, threading.Event(), False, 0
+        self.bad: set[tuple[int, int]] = set()
         rank.reads.io._source = self
         self.open.set()
 
     def read(self, layer, expert, out) -> None:
         self.reads += 1
         assert self.open.wait(60)
-        if self.broken:
+        if self.broken or (layer, expert) in self.bad:
             raise DataError("cannot be read: Input/output error", where="pack-1-of-2:4096")
         self.inner.read(layer, expert, out)
 
@@ -77,7 +79,32 @@ def test_a_read_that_lands_on_one_rank_only_is_routable_on_none():
     assert served.engine.residency.generation > 0
 
 
-def test_a_partial_failure_of_a_swap_stops_both_ranks_and_no_token_follows():
+def test_case_11_a_swap_that_fails_on_one_rank_is_made_on_neither_and_both_serve_on():
+    """Nothing of a plan is applied in part: the swap that one rank cannot read is given up on both, the others are
+    made on both, in one step, and no token is lost."""
+    bad = SWAPS[2][1]
+
+    def prepare(served):
+        Disk(served.ranks[1]).bad = {bad}
+
+    served = Served(moving(), [ask("a", answer=60), ask("b", begin=30, answer=60)], Plans(moving()), prepare)
+    assert served.faults == []
+    assert [len(served.tokens(name)) for name in "ab"] == [60, 60]
+    assert served.link.compared > 5  # and the ranks were equal each time
+    assert len({rank.residents.state() for rank in served.ranks}) == 1
+    for rank in served.ranks:
+        resident = rank.residents.pairs
+        assert bad not in resident
+        assert [in_ for _, in_ in SWAPS if in_ in resident] == [in_ for _, in_ in SWAPS if in_ != bad]
+        assert SWAPS[2][0] in resident
+        assert rank.residents.reading == 0
+        rank.residents.check_integrity()
+    assert served.engine.motion.count.failed == 1
+    assert served.engine.ledger.reads().failed == 0  # rank 0's own disk is well
+
+
+def test_a_disk_that_fails_for_good_stops_both_ranks_and_no_token_follows(monkeypatch):
+    monkeypatch.setattr(motion, "MOST_FAILED", len(SWAPS))
     model = moving()
 
     class Stopped(Served):
@@ -86,12 +113,12 @@ def test_a_partial_failure_of_a_swap_stops_both_ranks_and_no_token_follows():
 
     def prepare(served):
         Disk(served.ranks[1]).broken = True
-        served.engine._on_fault = served._fault
+        served.engine._on_fault = lambda error: (served._fault(error), [other.close() for other in served.others])
 
     served = Stopped(model, [ask("a", answer=200), ask("b", begin=30, answer=200)], Plans(model), prepare)
     kinds = [type(fault) for fault in served.faults]
-    assert kinds == [DataError, PairError]  # rank 1 by its read, rank 0 because rank 1 is gone
-    assert "Input/output error" in str(served.faults[0])
+    assert kinds == [PairError]
+    assert "experts cannot be read" in str(served.faults[0])
     told = sum(len(event.token_ids) for event in served.events if isinstance(event, Tokens))
     assert told < 100
     assert told == served.tokens_at_fault  # of rank 0's own end: nothing came after

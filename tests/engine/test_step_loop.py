@@ -6,6 +6,7 @@ from contextlib import closing
 import pytest
 from engine_fakes import EXPERTS, LAYERS, LIMITS, PAIRS, SWAPS, TOP_K, Bench, FakePilot, request
 
+from tided.engine import motion
 from tided.engine.core import LANDING_WAIT_S
 from tided.engine.scheduler import Limits
 from tided.engine.types import Failed, Finished, Tokens
@@ -270,13 +271,29 @@ def test_a_request_that_comes_while_the_engine_fails_is_told():
     assert {event.request_id for event in bench.events if isinstance(event, Failed)} == {"a", "late"}
 
 
-def test_a_swap_that_cannot_be_read_ends_the_engine():
+def test_a_swap_that_cannot_be_read_is_left_out_and_the_others_are_made():
     bench = Bench(pilot=FakePilot(prompt=SWAPS))
-    bench.engine.executor.residents.fail = True
-    bench.submit(request("a"))
+    residents = bench.engine.executor.residents
+    residents.fails = {SWAPS[1][1]}
+    bench.submit(request("a", max_tokens=12))
+    bench.finish()
+    assert len(bench.tokens("a")) == 12
+    assert SWAPS[0][1] in residents.pairs
+    assert SWAPS[2][1] in residents.pairs
+    assert SWAPS[1][0] in residents.pairs
+    assert bench.engine.motion.count.failed == 1
+    assert [step.change.give_up for step in bench.link.sent if step.change.give_up] == [[2]]
+    assert bench.engine._reading == 0
+
+
+def test_when_nothing_can_be_read_any_more_the_engine_ends(monkeypatch):
+    monkeypatch.setattr(motion, "MOST_FAILED", 3)
+    bench = Bench(pilot=FakePilot(prompt=SWAPS))
+    bench.engine.executor.residents.fails = {in_ for _, in_ in SWAPS}
+    bench.submit(request("a", max_tokens=100))
     run(bench)
-    assert "record unreadable" in bench.faults[0].what
-    assert len(bench.tokens("a")) == 2  # that of the step which began the read; nothing after it failed
+    assert "experts cannot be read: the last 3 reads failed" in bench.faults[0].what
+    assert len(bench.tokens("a")) < 10
     assert bench.engine.residency.generation == 0
 
 

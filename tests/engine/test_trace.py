@@ -42,6 +42,14 @@ def test_a_request_is_told_what_happened_to_the_pairs_it_wanted_while_it_ran():
     assert told.movements_of_others == 4  # (0, 0) left; (1, 1) was asked for and came; (1, 0) left
 
 
+def test_a_read_that_failed_is_told_as_such():
+    traces = Traces()
+    traces.began("one", 0, 0.0)
+    changes(traces, Change(load=[Load(1, (0, 3), (0, 0))]), Change(give_up=[1]))
+    traces.ended("one", "stop", 3, 0.003, uses((0, 3), missed=0.5))
+    assert [(one.what, one.why) for one in traces.newest.movements] == [("asked", "prompt"), ("not read", "prompt")]
+
+
 def test_pairs_are_told_by_missed_weight_and_then_by_picks(monkeypatch):
     monkeypatch.setattr(trace, "MOST_PAIRS", 3)
     picked = uses((0, 0), (0, 1), (1, 3), (1, 2))

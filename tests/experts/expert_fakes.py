@@ -86,6 +86,17 @@ def wait(residents: Residents, numbers) -> None:
     assert not missing
 
 
+def ended(residents: Residents, numbers) -> tuple[list[int], list[int]]:
+    """(those that failed, those that landed)"""
+    failed, landed, deadline_s = [], [], time.monotonic() + 30
+    while len(failed) + len(landed) < len(numbers) and time.monotonic() < deadline_s:
+        landed += residents.landed()
+        failed += residents.failed()
+        time.sleep(0.0005)
+    assert sorted([*failed, *landed]) == sorted(numbers)
+    return failed, landed
+
+
 def apply(residents: Residents, swaps) -> None:
     numbers = begin(residents, swaps)
     wait(residents, numbers)

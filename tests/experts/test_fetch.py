@@ -96,10 +96,13 @@ def test_the_first_reads_run_while_nobody_waits_for_them_yet():
     assert source.reads == 3
 
 
-def test_a_failed_read_ends_the_step():
-    reads = urgent(2, FakeSource(fails_at=2))
+def test_a_read_that_fails_is_tried_again_before_it_ends_the_step():
+    source = FakeSource(fails_at=2)
+    assert sorted(computed(urgent(2, source), 0, [0, 1])) == [0, 1]
+    assert source.reads == 3
+    source.read = lambda layer, expert, out: (_ for _ in ()).throw(DataError("Input/output error"))
     with pytest.raises(DataError, match="Input/output error"):
-        computed(reads, 0, [0, 1])
+        computed(urgent(2, source), 0, [0, 1])
 
 
 def test_a_disk_that_never_answers_ends_the_step(monkeypatch):

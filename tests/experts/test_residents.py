@@ -15,6 +15,7 @@ from expert_fakes import (
     apply,
     begin,
     bytes_of,
+    ended,
     expert_names,
     fake_residents,
     first,
@@ -122,15 +123,52 @@ def test_a_landing_newcomer_never_overwrites_a_slot_that_is_still_routable():
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("read_threads", [1, 3])
-def test_a_failed_read_of_a_plan_publishes_nothing_and_ends_the_rank(k, read_threads):
+def test_a_failed_read_of_a_plan_is_told_and_given_up_and_nothing_of_it_was_ever_routable(k, read_threads, caplog):
     source = FakeSource()
     residents = filled(source=source, read_threads=read_threads)
-    before = state(residents)
+    before, free = state(residents), residents.arena.free
     source.fails_at = source.reads + k
-    with pytest.raises(DataError, match="Input/output error"):
-        apply(residents, SWAPS)
+    numbers = begin(residents, SWAPS)
+    failed, landed = ended(residents, numbers)
+    assert (len(failed), sorted([*failed, *landed])) == (1, numbers)
+    assert "Input/output error" in caplog.text
+    assert residents.failed() == []  # told once
     assert state(residents) == before
-    residents.arena.check()
+    with pytest.raises(PairError, match="before this rank had it"):
+        residents.publish(failed)
+    residents.give_up(failed)
+    residents.publish(landed)
+    residents.check_integrity()
+    assert residents.arena.free == free
+    apply(residents, [swap for swap, number in zip(SWAPS, numbers, strict=True) if number in failed])
+    assert {in_ for _, in_ in SWAPS} <= set(residents.pairs)
+    residents.check_integrity()
+
+
+def test_a_read_that_has_not_ended_here_cannot_be_given_up():
+    source = FakeSource()
+    residents = filled(source=source)
+    source.holds = threading.Event()
+    numbers = begin(residents, SWAPS[:1])
+    with pytest.raises(PairError, match="before it had ended on this rank"):
+        residents.give_up(numbers)
+    source.holds.set()
+    wait(residents, numbers)
+    residents.give_up(numbers)  # another rank has not got it
+    residents.check_integrity()
+    assert residents.reading == 0
+
+
+def test_what_goes_wrong_in_a_read_beside_its_record_ends_the_rank():
+    source = FakeSource()
+    residents = filled(source=source)
+    before = state(residents)
+    source.read = lambda layer, expert, out: out.release()  # a fault of ours, not of the disk
+    residents.arena.load = lambda slot, read: (_ for _ in ()).throw(RuntimeError("out of pinned memory"))
+    numbers = begin(residents, SWAPS[:1])
+    with pytest.raises(RuntimeError, match="out of pinned memory"):
+        ended(residents, numbers)
+    assert state(residents) == before
     for use in (lambda: apply(residents, SWAPS), residents.digest, residents.check_integrity):
         with pytest.raises(PairError, match="unusable"):
             use()

@@ -223,6 +223,7 @@ _FIGURES: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], s
     "swaps": (CounterMetricFamily, "tidelm_expert_swaps", "Experts that became resident while serving."),
     "reads_nbytes": (CounterMetricFamily, "tidelm_nvme_read_bytes", "Bytes of experts read by rank 0."),
     "reads_seconds": (CounterMetricFamily, "tidelm_nvme_read_seconds", "Time in reads of experts, of all together."),
+    "reads_failed": (CounterMetricFamily, "tidelm_expert_reads_failed", "Reads of experts that failed on rank 0."),
     "reads_hot_issued": (CounterMetricFamily, "tidelm_expert_hot_reads", "Hot reads asked for."),
     "reads_hot_bytes": (CounterMetricFamily, "tidelm_expert_hot_read_bytes", "Bytes of hot reads."),
     "reads_hot_used": (CounterMetricFamily, "tidelm_expert_hot_used", "Hot reads that a later step wanted."),

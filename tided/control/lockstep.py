@@ -50,6 +50,9 @@ class Solo:
     def landed(self) -> list[int]:
         return []
 
+    def failed(self) -> list[int]:
+        return []
+
     def recalled(self) -> list[Recalled]:
         return []
 
@@ -68,6 +71,7 @@ class Leader:
         self._settings = settings
         self._rank_of: dict[bytes, int] = {}  # connection -> rank, of those that were let in
         self._landed: list[int] = []
+        self._failed: list[int] = []
         self._recalled: list[Recalled] = []
         self._seq = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -136,10 +140,16 @@ class Leader:
         self._send_all(step)
 
     def landed(self) -> list[int]:
-        """Tickets of reads that ended on other ranks since the last call, one mention a rank. Never waits."""
+        """Tickets of reads that ended well on other ranks since the last call, one mention a rank. Never waits."""
         self._collect()
         landed, self._landed = self._landed, []
         return landed
+
+    def failed(self) -> list[int]:
+        """The same of reads that did not end well."""
+        self._collect()
+        failed, self._failed = self._failed, []
+        return failed
 
     def recalled(self) -> list[Recalled]:
         """What other ranks answered to recalls since the last call. Never waits."""
@@ -161,6 +171,7 @@ class Leader:
             return False
         if isinstance(message, Landed):
             self._landed += message.tickets
+            self._failed += message.failed
         else:
             self._recalled.append(message)
         return True
@@ -321,9 +332,9 @@ class Follower:
             raise self._unexpected(message)
         return message
 
-    def landed(self, tickets: Sequence[int]) -> None:
-        """Tells rank 0 that these reads have ended here."""
-        self._send(Landed(self._rank, list(tickets)))
+    def landed(self, tickets: Sequence[int], failed: Sequence[int] = ()) -> None:
+        """Tells rank 0 that these reads have ended here, well or not."""
+        self._send(Landed(self._rank, list(tickets), list(failed)))
 
     def recalled(self, ticket: int, held: Sequence[int], loaded: int) -> None:
         """Tells rank 0 what is here of a recall."""

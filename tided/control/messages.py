@@ -100,15 +100,17 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What happens to the routable set before a step's work, in this order (C2). `publish`: reads that every rank has;
-    `promote`: a resident and an entry of the ring exchange roles; `withdraw`: entries of the ring that leave."""
+    `promote`: a resident and an entry of the ring exchange roles; `withdraw`: entries of the ring that leave;
+    `give_up`: reads that have ended on every rank, and not well on all; `load`: reads that begin."""
 
     publish: list[int] = []
     promote: list[Swap] = []
     withdraw: list[tuple[int, int]] = []
     load: list[Load] = []
+    give_up: list[int] = []
 
     def __bool__(self) -> bool:
-        return bool(self.publish or self.promote or self.withdraw or self.load)
+        return bool(self.publish or self.promote or self.withdraw or self.load or self.give_up)
 
 
 class Mask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,10 +145,12 @@ class Step(Message, frozen=True):
 
 
 class Landed(Message, frozen=True):
-    """These reads have ended well on this rank; rank 0 may publish them once every rank says so."""
+    """These reads have ended on this rank, the `failed` ones without their record. Rank 0 may publish what every rank
+    has, and gives up what some rank has not once it has ended on all."""
 
     rank: int
     tickets: list[int]
+    failed: list[int] = []
 
 
 class Recalled(Message, frozen=True):

@@ -83,6 +83,8 @@ class ExpertBoard:
             self._set(swap.in_, RESIDENT)
         for pair in change.withdraw:
             self._set(pair, NOT_LOADED)
+        for ticket in change.give_up:
+            self._set(self._loads.pop(ticket).pair, NOT_LOADED)
         for load in change.load:
             self._loads[load.ticket] = load
             self._set(load.pair, LOADING)

@@ -100,6 +100,6 @@ class FollowerEngine(Engine):
     def _tell_reads(self) -> None:
         for answer in self.executor.caching.answers():
             self._link.recalled(*answer)
-        landed = self.executor.residents.landed()
-        if landed:
-            self._link.landed(landed)
+        landed, failed = self.executor.residents.landed(), self.executor.residents.failed()
+        if landed or failed:
+            self._link.landed(landed, failed)

@@ -172,6 +172,9 @@ class Executor:
         change, generation = step.change, self.plan_version
         if change:
             generation += self._publish(change)
+            self.residents.give_up(change.give_up)
+            for ticket in change.give_up:
+                del self._swaps_read[ticket]
             for load in change.load:
                 self.residents.read(load.ticket, load.pair, load.out)
                 self._swaps_read[load.ticket] = load.out is not None

@@ -117,5 +117,6 @@ def _change(step: Step) -> dict[str, Any]:
         "publish": change.publish,
         "promote": [[swap.out, swap.in_] for swap in change.promote],
         "withdraw": change.withdraw,
+        "give_up": change.give_up,
     }
     return {name: value for name, value in shown.items() if value}

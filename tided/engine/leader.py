@@ -189,8 +189,8 @@ class LeaderEngine(Engine):
         return self.motion.reading + self.scheduler.recalls.pending
 
     def _collect_reads(self) -> None:
-        """Reads that ended here, and elsewhere. An expert's that failed ends the engine: no rank goes on without the
-        others. A snapshot or parked lane that cannot be read is told like one that can."""
+        """Reads that ended here, and elsewhere. What cannot be read, an expert or a snapshot or a parked lane, is told
+        like what can: all ranks do without it, or none."""
         recalls, caching = self.scheduler.recalls, self.executor.caching
         if recalls.pending or caching.recalling:
             for answer in (*(Recalled(0, *answer) for answer in caching.answers()), *self._link.recalled()):
@@ -199,8 +199,9 @@ class LeaderEngine(Engine):
             self._mask = self.ledger.residency.mask_hash
             recalls.renew()
         if self.motion.reading:
-            self.motion.landed(self.executor.residents.landed())
-            self.motion.landed(self._link.landed())
+            for reads in (self.executor.residents, self._link):
+                self.motion.landed(reads.landed())
+                self.motion.failed(reads.failed())
 
     def take_in(self, wait_s: float = 0.0) -> None:
         """All that waits in the inbox; when it is empty, the next that comes within `wait_s`."""

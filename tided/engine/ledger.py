@@ -309,6 +309,7 @@ class Ledger:
             seconds=sum(count.seconds for count in reads.values()),
             queue_ms=sum(count.queue_ms for count in reads.values()),
             hot_bytes=reads[Priority.ASYNC_HOT].bytes if Priority.ASYNC_HOT in reads else 0,
+            failed=sum(count.failed for count in reads.values()),
             hot_issued=hot.issued,
             hot_late=hot.late,
             hot_used=hot.used,

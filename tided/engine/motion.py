@@ -4,8 +4,13 @@ A read is asked of every rank by a step (`Load`). When every rank has told that 
 no step waits for one. Plans of the pilot are carried in portions: a few swaps begin with a step, and as many are read
 at once as there are spare slots. Hot reads fill the ring beside them, as many at once as the disks have shown to manage
 between steps. State alone decides: no clock, no tensor.
+
+A record that some rank cannot read is given up on every rank in one step, and nothing of it was ever routable. It is
+asked for again later, each time later than before, and is substituted meanwhile like anything that is not here. When
+nothing at all can be read, or too many records again and again, the disk is at fault, and that ends the pair.
 """
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,10 +20,17 @@ import numpy.typing as npt
 
 from tided.control.messages import Change, Load, Swap
 from tided.engine.ports import Pair, PairSwap
+from tided.errors import PairError
 from tided.tide.demand import Grid
 from tided.tide.hot import HotReads
 
+log = logging.getLogger("experts")
+
 MAX_SWAPS_AT_ONCE = 512
+MOST_FAILED = 64  # reads one after the other, and none between them that landed
+TRIES = 3  # that failed, and a record counts as damaged
+MOST_DAMAGED = 64
+LEFT_ALONE_STEPS = 32  # after a record's first failure; eight times as many after each further one
 FIRST_READS = 4
 TIMELY_STEPS = 2  # a hot read that is published within so many steps came in time
 SWAPS_A_STEP = 8  # begin together, whatever room there is: reads and publications of more would show in a step's time
@@ -36,7 +48,8 @@ class Plan:
 @dataclass
 class HotCount:
     """Since the start, of all requests: hot reads asked for, of those published late, entries that a later step wanted
-    (once each) and the routing weight they served, entries that left without that, promotions without a read."""
+    (once each) and the routing weight they served, entries that left without that, promotions without a read; and
+    reads of any kind that some rank gave up."""
 
     issued: int = 0
     late: int = 0
@@ -44,6 +57,7 @@ class HotCount:
     used_weight: float = 0.0
     evicted_unused: int = 0
     promoted: int = 0
+    failed: int = 0
 
 
 @dataclass
@@ -52,6 +66,7 @@ class _Reading:
     step: int  # in which it began
     missing: int  # ranks that have not told yet
     plan: Plan | None
+    failed: bool = False  # on some rank
 
 
 @dataclass
@@ -75,6 +90,9 @@ class Motion:
         self._rows = 0  # computed since the last look
         self._due = False  # a look has told what was wanted, and nothing was asked for since
         self._used: dict[Pair, bool] = {}  # entries of the ring: whether a step has wanted them
+        self._failures: dict[Pair, int] = {}  # by pair, since it was last read
+        self._left_alone: dict[Pair, int] = {}  # until which step
+        self._failed_in_a_row = 0
 
     @property
     def has_ring(self) -> bool:
@@ -103,9 +121,15 @@ class Motion:
         self._planned = deque((swap, plan) for swap in swaps)
 
     def landed(self, tickets: Sequence[int]) -> None:
-        """These reads have ended on one more rank."""
+        """These reads have ended well on one more rank."""
         for ticket in tickets:
             self._reading[ticket].missing -= 1
+
+    def failed(self, tickets: Sequence[int]) -> None:
+        """These reads have ended on one more rank, and it has nothing of them."""
+        for ticket in tickets:
+            self._reading[ticket].failed = True
+        self.landed(tickets)
 
     def stepped(self, rows: int) -> bool:
         """A step of so many rows is over. Whether the ring is to look at what was wanted since its last look."""
@@ -129,6 +153,7 @@ class Motion:
     def change(self) -> tuple[Change, Moved]:
         """What the next step does to the routable set."""
         change, moved = Change(), Moved()
+        self._forgive()
         self._publish(change, moved)
         self._begin_swaps(change)
         if self._due:
@@ -139,8 +164,14 @@ class Motion:
     def _publish(self, change: Change, moved: Moved) -> None:
         for ticket in [ticket for ticket, reading in self._reading.items() if not reading.missing]:
             reading = self._reading.pop(ticket)
-            change.publish.append(ticket)
             load = reading.load
+            if reading.failed:
+                change.give_up.append(ticket)
+                self._give_up(load)
+                continue
+            change.publish.append(ticket)
+            self._failures.pop(load.pair, None)
+            self._failed_in_a_row = 0
             if load.out is None:
                 self.hot.published(load.pair)
                 self._used[load.pair] = False
@@ -151,6 +182,32 @@ class Motion:
                 assert reading.plan is not None
                 moved.plans.append(reading.plan)
 
+    def _give_up(self, load: Load) -> None:
+        """Raises PairError when this is no matter of single records any more."""
+        pair = load.pair
+        if load.out is None:
+            self.hot.failed(pair)
+        else:
+            self.hot.swap_dropped(load.out, pair)
+        times = self._failures[pair] = self._failures.get(pair, 0) + 1
+        self._left_alone[pair] = self._clock + LEFT_ALONE_STEPS * 8 ** (times - 1)
+        self.hot.leave_alone(pair)
+        self.count.failed += 1
+        self._failed_in_a_row += 1
+        log.warning("expert %d of layer %d stays missing: %d reads of it failed", pair[1], pair[0], times)
+        damaged = sum(times >= TRIES for times in self._failures.values())
+        if self._failed_in_a_row >= MOST_FAILED or damaged > MOST_DAMAGED:
+            raise PairError(
+                f"experts cannot be read: the last {self._failed_in_a_row} reads failed, {damaged} records each time",
+                hint="the log of the rank that failed names files and offsets; check its disk (dmesg)",
+            )
+
+    def _forgive(self) -> None:
+        """What was left alone for long enough may be asked for again."""
+        for pair in [pair for pair, until in self._left_alone.items() if self._clock >= until]:
+            del self._left_alone[pair]
+            self.hot.ask_again(pair)
+
     def _begin_swaps(self, change: Change) -> None:
         under_way = sum(reading.load.out is not None for reading in self._reading.values())
         left = min(SWAPS_A_STEP, self._spare - under_way)
@@ -158,7 +215,7 @@ class Motion:
             (out, in_), plan = self._planned.popleft()
             try:
                 self.hot.swap_begun(out, in_)
-            except ValueError:  # overtaken since the plan was made
+            except ValueError:  # overtaken since the plan was made, or left alone
                 continue
             left -= 1
             self._load(change, in_, out, plan)

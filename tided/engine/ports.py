@@ -64,7 +64,15 @@ class Residents(Protocol):
         ...
 
     def landed(self) -> Sequence[int]:
-        """Reads that ended since the last call. Raises the error of one that failed."""
+        """Reads that ended well since the last call."""
+        ...
+
+    def failed(self) -> Sequence[int]:
+        """Reads whose record could not be had, since the last call. Raises any other error of a read."""
+        ...
+
+    def give_up(self, numbers: Sequence[int]) -> None:
+        """These reads are over, however they ended here."""
         ...
 
     def publish(self, numbers: Sequence[int]) -> None:
@@ -144,7 +152,11 @@ class LeaderLink(Protocol):
     def send(self, step: Step) -> None: ...
 
     def landed(self) -> Sequence[int]:
-        """Reads that ended on other ranks since the last call, one mention a rank. Never waits."""
+        """Reads that ended well on other ranks since the last call, one mention a rank. Never waits."""
+        ...
+
+    def failed(self) -> Sequence[int]:
+        """The same of reads that did not end well."""
         ...
 
     def recalled(self) -> Sequence[Recalled]:
@@ -164,7 +176,7 @@ class FollowerLink(Protocol):
         """The next message, or None after `timeout_s` without one."""
         ...
 
-    def landed(self, tickets: Sequence[int]) -> None: ...
+    def landed(self, tickets: Sequence[int], failed: Sequence[int]) -> None: ...
 
     def recalled(self, ticket: int, held: Sequence[int], loaded: int) -> None: ...
 

@@ -73,6 +73,7 @@ class Reads:
     seconds: float = 0.0
     queue_ms: float = 0.0
     hot_bytes: int = 0
+    failed: int = 0
     hot_issued: int = 0
     hot_late: int = 0
     hot_used: int = 0

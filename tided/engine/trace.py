@@ -22,7 +22,7 @@ MOST_EVENTS = 1024
 
 Grid = npt.NDArray[np.float32]
 Pair = tuple[int, int]
-What = Literal["asked", "routable", "promoted", "left"]
+What = Literal["asked", "routable", "promoted", "left", "not read"]
 
 
 class PairUse(msgspec.Struct, frozen=True):
@@ -39,7 +39,8 @@ class PairUse(msgspec.Struct, frozen=True):
 class Movement(msgspec.Struct, frozen=True):
     """Something that happened to a pair in a step, `ms` after the request was taken in. `asked`: a read began, for
     the place of `out` or for the ring; `routable`: every rank had it; `promoted`: from the ring to a resident's place
-    `out`; `left`: no longer routable. `why`: the moment of its plan, or "hot read"."""
+    `out`; `left`: no longer routable; `not read`: some rank could not. `why`: the moment of its plan, or "hot
+    read"."""
 
     step: int
     ms: float
@@ -139,6 +140,9 @@ class Traces:
             yield "promoted", swap.in_, swap.out, "hot read"
         for pair in change.withdraw:
             yield "left", pair, None, "hot read"
+        for ticket in change.give_up:
+            load, why = self._asked.pop(ticket)
+            yield "not read", load.pair, load.out, why
         for load in change.load:
             self._asked[load.ticket] = load, why_of(load.ticket)
             yield "asked", load.pair, load.out, self._asked[load.ticket][1]

@@ -143,6 +143,13 @@ class Arena:
         self._slot_of[pair] = slot
         self._pair_in[slot] = pair
 
+    def release(self, slot: int) -> None:
+        """The taken slot is free again: what was read into it is nobody's, and nothing was launched that reads it."""
+        if slot not in self._taken:
+            raise PairError(f"expert slot {slot} was not taken")
+        self._taken.remove(slot)
+        self._free.append(slot)
+
     def drop(self, pair: Pair) -> None:
         """The pair's slot is free again. No later step may read it: withdraw the pair from the tables first."""
         slot = self._slot_of.pop(pair, None)

@@ -6,8 +6,11 @@ the same on every rank, so every rank reads the same ones into the same slots, a
 
 The records land in slots of their own and stay there until others need the slots. Only rows of balanced and exact
 requests see them: what a fast request is answered with does not depend on who is beside it.
+
+A record that cannot be read at the third try ends the rank: the others compute with it already.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +22,15 @@ from torch import Tensor
 
 from kernels.router import Routing
 from tided.engine.types import Fidelity
-from tided.errors import PairError
+from tided.errors import DataError, PairError
 from tided.experts.arena import Arena, Pair
 from tided.experts.io import IoScheduler, Priority, Ticket
 from tided.experts.tables import RoutingTables
 
+log = logging.getLogger("experts")
+
 READ_TIMEOUT_S = 60.0
+TRIES = 3  # of a record, one after the other: a step that waits for it cannot do without
 FAST, BALANCED, EXACT = range(3)
 CLASS: dict[Fidelity, int] = {"fast": FAST, "balanced": BALANCED, "exact": EXACT}
 _UNITS = 1 << 24  # routing weights are added as integers: one sum, in whatever order a device adds
@@ -144,6 +150,19 @@ class UrgentReads:
         self.waits.reads += 1
         return self._io.submit(Priority.SYNC_HOT, *pair, partial(self.arena.load, slot))
 
+    def _wait(self, pair: Pair, slot: int, ticket: Ticket) -> None:
+        began_s = time.perf_counter()
+        for tries in range(1, TRIES + 1):
+            try:
+                ticket.wait(READ_TIMEOUT_S)
+                break
+            except DataError as error:
+                if tries == TRIES:
+                    raise
+                log.warning("expert %d of layer %d is read again: %s", pair[1], pair[0], error)
+                ticket = self._read(pair, slot)
+        self.waits.seconds += time.perf_counter() - began_s
+
     def _touch(self, slot: int) -> None:
         del self._by_use[slot]
         self._by_use[slot] = None
@@ -159,7 +178,7 @@ class Serving:
         self._ready = {expert: slot for (_, expert), slot in here.items()}
         self._busy = set(here.values())  # what nothing may be read into now
         self._queue = deque(pair for pair in pairs if pair not in here)
-        self._waiting: deque[tuple[int, int, Ticket]] = deque()
+        self._waiting: deque[tuple[Pair, int, Ticket]] = deque()
         self._submit()
 
     def __iter__(self) -> Iterator[dict[int, int]]:
@@ -175,11 +194,9 @@ class Serving:
         """The oldest read, and those behind it that are done as well."""
         batch: dict[int, int] = {}
         while self._waiting and (not batch or self._waiting[0][2].done):
-            expert, slot, ticket = self._waiting.popleft()
-            began_s = time.perf_counter()
-            ticket.wait(READ_TIMEOUT_S)
-            self._owner.waits.seconds += time.perf_counter() - began_s
-            batch[expert] = slot
+            pair, slot, ticket = self._waiting.popleft()
+            self._owner._wait(pair, slot, ticket)
+            batch[pair[1]] = slot
         return batch
 
     def _submit(self) -> None:
@@ -188,4 +205,4 @@ class Serving:
                 raise PairError(f"expert slot {slot} was promised twice")
             pair = self._queue.popleft()
             self._busy.add(slot)
-            self._waiting.append((pair[1], slot, self._owner._read(pair, slot)))
+            self._waiting.append((pair, slot, self._owner._read(pair, slot)))

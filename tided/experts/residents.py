@@ -1,18 +1,20 @@
 """The routable set of a rank: residents and the hot ring beside them, filled at boot, changed as rank 0 says.
 
     read      a record is read into a free slot, while steps go on; nothing changes that a step can see
-    landed    which reads have ended since the last time; each rank tells rank 0
+    landed    which reads have ended well since the last time, and `failed`: which have not; each rank tells rank 0
     publish   every rank has it: the pair is routable from this step on. A swap's newcomer takes a resident's place,
               whose slot is then free; others join the ring
     promote   a resident and an entry of the ring exchange roles; nothing is read, both stay routable
+    give_up   some rank could not read it: every rank frees its slot, and nothing of it was ever routable
     withdraw  an entry of the ring leaves
 
 All of them but `read`'s own work run between two steps, when nothing that is launched later may read a slot that they
-free. Any failure is final: a rank that skipped a change would route differently from the others, and nobody would
+free. Any other failure is final: a rank that skipped a change would route differently from the others, and nobody would
 notice.
 """
 
 import hashlib
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,10 +24,12 @@ from itertools import islice
 
 import numpy as np
 
-from tided.errors import PairError
+from tided.errors import DataError, PairError
 from tided.experts.arena import Arena, Pair
 from tided.experts.io import IoScheduler, Priority, ReadCount, Ticket
 from tided.experts.tables import RoutingTables
+
+log = logging.getLogger("experts")
 
 PairSwap = tuple[Pair, Pair]  # (leaves, takes its place)
 Progress = Callable[[int, int], None]  # (records read, records in all)
@@ -45,6 +49,7 @@ class _Reading:
     slot: int
     ticket: Ticket
     landed: bool = False
+    failed: bool = False
 
 
 class Residents:
@@ -149,21 +154,42 @@ class Residents:
         self._reading[number] = _Reading(pair, out, slot, ticket)
 
     def landed(self) -> list[int]:
-        """Reads that ended well since the last call. Raises the error of one that failed, PairError for one that hangs:
-        nothing of it can be seen, and the set is unusable."""
+        """Reads that ended well since the last call. Raises PairError for one that hangs: it may still write to its
+        slot, and the set is unusable."""
         self._check_alive()
         now_s = time.perf_counter()
-        done = [(number, r) for number, r in self._reading.items() if not r.landed and r.ticket.done]
-        for _, reading in done:
-            if reading.ticket.error is not None:
-                self._failed = True
-                raise reading.ticket.error
-            reading.landed = True
+        done = [number for number, r in self._reading.items() if not r.landed and r.ticket.done and not r.ticket.error]
+        for number in done:
+            self._reading[number].landed = True
         for reading in self._reading.values():
-            if not reading.landed and now_s - reading.ticket.submitted_s > HUNG_S:
+            if not reading.ticket.done and now_s - reading.ticket.submitted_s > HUNG_S:
                 self._failed = True
                 raise PairError(f"the read of {reading.pair} hangs for {HUNG_S:g} s", hint="check the disk (dmesg)")
-        return [number for number, _ in done]
+        return done
+
+    def failed(self) -> list[int]:
+        """Reads since the last call whose record could not be had. Raises what else went wrong with one: that is no
+        matter of one record, and the set is unusable."""
+        self._check_alive()
+        done = [(n, r, r.ticket.error) for n, r in self._reading.items() if not r.failed and r.ticket.error]
+        for _, reading, error in done:
+            if not isinstance(error, DataError):
+                self._failed = True
+                raise error
+            reading.failed = True
+            log.warning("expert %d of layer %d is not read: %s", reading.pair[1], reading.pair[0], error)
+        return [number for number, _, _ in done]
+
+    def give_up(self, numbers: Sequence[int]) -> None:
+        """These reads are over, however they ended here; their slots are free. Raises PairError for one that has not
+        ended: it would write to a slot of somebody else."""
+        self._check_alive()
+        for number in numbers:
+            reading = self._reading.get(number)
+            if reading is None or not reading.ticket.done:
+                raise PairError(f"read {number} was to be given up before it had ended on this rank")
+        for number in numbers:
+            self.arena.release(self._reading.pop(number).slot)
 
     def publish(self, numbers: Sequence[int]) -> None:
         """Makes these reads routable, all or none, in their order; a swap's outgoing pair leaves at once. Raises

@@ -11,6 +11,8 @@ Rank 0 owns one `HotReads`:
         moves.load                read these into free slots of the ring
     every rank has one            hot.published(pair)                      routable from this step on
     a read failed                 hot.failed(pair)                         its slot is free again
+    for a while                   hot.leave_alone(pair)                    it is not asked for, neither here nor by a
+                                                                           plan, until hot.ask_again(pair)
     a lane's prompt is through    hot.prompt_done(mass, lane)
     a lane's request has ended    hot.request_done(mass, lane); hot.rebase(pilot.scores())
 
@@ -67,6 +69,7 @@ class HotReads:
         self._loading: set[int] = set()  # into the ring
         self._leaving: set[int] = set()  # residents whose swap is being read
         self._arriving: set[int] = set()  # what takes their places
+        self._alone: set[int] = set()  # not to be asked for
         self._used: Indices = np.zeros(0, dtype=np.int64)  # in the last step
         self._like: dict[int, Grid] = {}  # by lane: what requests like its request asked for
 
@@ -127,7 +130,7 @@ class HotReads:
 
     def _plan(self, scores: Grid, max_swaps: int, least: float) -> list[PairSwap]:
         worth = scores.ravel().copy()
-        worth[sorted(self._ring | self._loading | self._arriving)] = 0.0
+        worth[sorted(self._ring | self._loading | self._arriving | self._alone)] = 0.0
         worth[sorted(self._leaving)] = 1.0
         return swap_plan(worth.reshape(scores.shape), self.residents, self.floor, max_swaps, least)
 
@@ -157,12 +160,21 @@ class HotReads:
     def failed(self, pair: Pair) -> None:
         self._loading.remove(self._index(pair))
 
+    def leave_alone(self, pair: Pair) -> None:
+        self._alone.add(self._index(pair))
+
+    def ask_again(self, pair: Pair) -> None:
+        self._alone.discard(self._index(pair))
+
     def swap_begun(self, out: Pair, in_: Pair) -> None:
-        """Raises ValueError when the swap is out of date: moves since the plan have overtaken it. Drop it then."""
+        """Raises ValueError when the swap is out of date: moves since the plan have overtaken it, or its newcomer
+        could not be read. Drop it then."""
         leaves, comes = self._index(out), self._index(in_)
         floor = self._sure[out[0]] <= self.floor and out[0] != in_[0]
         if floor or not self._resident[leaves] or leaves in self._leaving or self._is_here(comes):
             raise ValueError(f"the swap of {out} for {in_} is out of date")
+        if comes in self._alone:
+            raise ValueError(f"{in_} is left alone for a while: it could not be read")
         self._leaving.add(leaves)
         self._arriving.add(comes)
         self._sure[out[0]] -= 1
@@ -215,7 +227,7 @@ class HotReads:
     def _wanted(self, count: int) -> list[int]:
         """The most wanted absentees, the most wanted first."""
         absent = ~self._resident
-        absent[list(self._ring | self._loading | self._arriving)] = False
+        absent[list(self._ring | self._loading | self._arriving | self._alone)] = False
         return _first(np.where(absent, -self.heat.expected, np.inf), count)
 
     def _victims(self, count: int) -> list[int]:
