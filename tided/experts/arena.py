@@ -148,7 +148,7 @@ class Arena:
         if slot not in self._taken:
             raise PairError(f"expert slot {slot} was not taken")
         self._taken.remove(slot)
-        self._free.append(slot)
+        self._free[self._kind_of_slot[slot]].append(slot)
 
     def drop(self, pair: Pair) -> None:
         """The pair's slot is free again. No later step may read it: withdraw the pair from the tables first."""
