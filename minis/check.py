@@ -16,7 +16,8 @@ import torch
 
 from minis.corpus.chat import user
 from minis.corpus.tools import KINDS, schema
-from minis.encoding import Dialogue, render
+from minis.dialogue import Dialogue
+from minis.encoding import render
 from minis.generate import Speaker
 from minis.layout import Mode
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -148,15 +149,20 @@ def shard_of(name: str, cfg: Config) -> int:
 
 
 def write_checkpoint(folder: Path, tensors: dict[str, Tensor], cfg: Config) -> int:
-    """Writes shards and index; returns the bytes of all tensors.
+    """Writes shards and index; returns the bytes of all tensors."""
+    count = 3 + cfg.layers + cfg.draft_blocks + len(cfg.engram_layers)
+    return write_shards(folder, tensors, lambda name: shard_of(name, cfg), count)
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor], shard: Callable[[str], int], count: int) -> int:
+    """Writes shards, numbered from 1 to `count`, and index; returns the bytes of all tensors.
 
     Within a shard safetensors orders by alignment of the dtype, then by name: fp32, bf16, then scales (e8m0), FP8 and
     packed FP4, so that scales lie early and weights behind, as in the released files.
     """
-    count = 3 + cfg.layers + cfg.draft_blocks + len(cfg.engram_layers)
     shards: dict[int, dict[str, Tensor]] = {}
     for name, t in tensors.items():
-        shards.setdefault(shard_of(name, cfg), {})[name] = t.contiguous()
+        shards.setdefault(shard(name), {})[name] = t.contiguous()
     weight_map: dict[str, str] = {}
     total = 0
     for number in sorted(shards):

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minis import layers as L
-from minis.attention import gather_rows
 from minis.config import Config
 from minis.layout import Layout, Mode, Params
 from minis.model import Packed, first_stream, moe
 from minis.numerics import rms_norm, rope_on, rope_table
+from minis.probe import gather_rows
 
 
 @dataclass

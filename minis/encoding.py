@@ -6,8 +6,9 @@ Only the encoder makes special tokens; text that merely spells one stays text.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
+
+from minis.dialogue import Dialogue, Segment, Writer
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 SYSTEM, USER, ASSISTANT = "<｜System｜>", "<｜User｜>", "<｜Assistant｜>"
@@ -31,8 +32,6 @@ TOP_SPECIALS = [
     "<｜title｜>",
     "<｜read_url｜>",
 ]
-PROMPT_WEIGHT = 0.15
-
 _TOOLS_HEAD = f"""## Tools
 
 You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "<{DSML} calls>" block like the following:
@@ -58,56 +57,8 @@ Otherwise, output directly after {END_THINK} with tool calls or final response.
 """  # noqa: E501
 _TOOLS_TAIL = "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
 
-Message = dict[str, Any]
 
-
-@dataclass
-class Dialogue:
-    """One conversation as a client would send it, ending with an assistant message when it is training data."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-    thinking: bool = False
-    effort: int = 75
-
-
-@dataclass
-class Segment:
-    text: str
-    special: bool
-    weight: float
-
-
-class _Writer:
-    def __init__(self) -> None:
-        self.segments: list[Segment] = []
-
-    def special(self, token: str, weight: float = PROMPT_WEIGHT) -> None:
-        self.segments.append(Segment(token, True, weight))
-
-    def text(self, text: str, weight: float = PROMPT_WEIGHT) -> None:
-        if not text:
-            return
-        last = self.segments[-1] if self.segments else None
-        if last is not None and not last.special and last.weight == weight:
-            last.text += text
-        else:
-            self.segments.append(Segment(text, False, weight))
-
-    def marked(self, text: str, tokens: tuple[str, ...], weight: float = PROMPT_WEIGHT) -> None:
-        """Text of the encoder itself, in which `tokens` are special."""
-        while text:
-            hits = [(text.find(t), t) for t in tokens if t in text]
-            if not hits:
-                self.text(text, weight)
-                return
-            at, token = min(hits)
-            self.text(text[:at], weight)
-            self.special(token, weight)
-            text = text[at + len(token) :]
-
-
-def _call_block(out: _Writer, calls: list[dict[str, Any]]) -> None:
+def _call_block(out: Writer, calls: list[dict[str, Any]]) -> None:
     mark = (DSML,)
     out.marked(f"\n\n<{DSML} calls>\n", mark, 1.0)
     for call in calls:
@@ -129,7 +80,7 @@ def _call_block(out: _Writer, calls: list[dict[str, Any]]) -> None:
 
 def render(d: Dialogue, generate: bool = False) -> list[Segment]:
     """`generate` appends the header of the assistant turn that the model shall write."""
-    out = _Writer()
+    out = Writer()
     out.special(BOS, 0.0)
     messages = list(d.messages)
     system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else ""
@@ -171,8 +122,3 @@ def render(d: Dialogue, generate: bool = False) -> list[Segment]:
         out.special(ASSISTANT)
         out.special(THINK if d.thinking else END_THINK)
     return out.segments
-
-
-def plain(text: str) -> list[Segment]:
-    """A document of natural text: every token counts."""
-    return [Segment(BOS, True, 0.0), Segment(text, False, 1.0)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from minis.config import Config
@@ -40,6 +41,12 @@ def compressed_map(size: int, decode: Callable[[int], str], token: Callable[[int
     seen: dict[str, int] = {}
     return np.array(
         [seen.setdefault(compressed_key(decode(i), token(i)), len(seen)) for i in range(size)], dtype=np.int64
+    )
+
+
+def compressed_of(tok: Tokenizer) -> np.ndarray:
+    return compressed_map(
+        tok.get_vocab_size(), lambda i: tok.decode([i], skip_special_tokens=False), lambda i: tok.id_to_token(i) or ""
     )
 
 

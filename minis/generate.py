@@ -10,8 +10,9 @@ from torch import Tensor
 from minis import layout, model
 from minis.checkpoint import load_dequantised
 from minis.config import Config, load
-from minis.encoding import Dialogue, render
-from minis.engram import Hasher
+from minis.dialogue import Dialogue
+from minis.encoding import render
+from minis.engram import Hasher, compressed_of
 from minis.layout import Mode
 from minis.tokenizer import Encoder
 
@@ -26,7 +27,7 @@ class Speaker:
         self.encoder = Encoder(folder / "tokenizer.json")
         self.mode, self.device = mode, device
         self.p = {n: w.to(device) for n, w in (p or load_dequantised(folder)).items()}
-        self.hasher = Hasher.build(self.cfg, self.encoder.compressed(), device)
+        self.hasher = Hasher.build(self.cfg, compressed_of(self.encoder.full), device)
         self.packed = model.pack_all(self.p, self.cfg, mode.dtype, torch.tensor(0.0, device=device))
 
     @torch.no_grad()

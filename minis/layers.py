@@ -165,7 +165,9 @@ def attention_out(
     return linear(low.flatten(-2), wo_b, round_input)
 
 
-def swiglu(g: Tensor, u: Tensor, clamp: float) -> Tensor:
+def swiglu(g: Tensor, u: Tensor, clamp: float | None) -> Tensor:
+    if clamp is None:
+        return F.silu(g.float()) * u.float()
     return F.silu(g.float().clamp(max=clamp)) * u.float().clamp(-clamp, clamp)
 
 
@@ -191,7 +193,7 @@ def moe_dense(
     experts: tuple[Tensor, ...],
     shared: tuple[Tensor, ...],
     scale: float,
-    clamp: float,
+    clamp: float | None,
     round_input: bool,
 ) -> Tensor:
     """x [N, D], picked [N, E] -> [N, D]. Every expert is computed and most are weighted 0.
@@ -216,7 +218,7 @@ def moe_sparse(
     experts: tuple[Tensor, ...],
     shared: tuple[Tensor, ...],
     scale: float,
-    clamp: float,
+    clamp: float | None,
     round_input: bool,
 ) -> Tensor:
     """The same for a processor: only the chosen experts run."""

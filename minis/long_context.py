@@ -16,7 +16,8 @@ import torch
 
 from minis import layout, model
 from minis.corpus import facts
-from minis.encoding import Dialogue, Message, render
+from minis.dialogue import Dialogue, Message
+from minis.encoding import render
 from minis.generate import Speaker
 from minis.layout import Mode
 

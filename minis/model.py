@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minis import layers as L
-from minis.attention import IndexProbe, Shared, attention
+from minis.attention import Shared, attention
 from minis.config import Config
 from minis.layout import Layout, Mode, Params
 from minis.numerics import rms_norm
+from minis.probe import IndexProbe
 
 Packed = dict[str, tuple[Tensor, ...]]
 

@@ -7,19 +7,19 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_ADAM_FAST = ("embed.weight",)  # embedding, Engram tables, Markov embedding
+_ADAM_FAST = ("embed.weight", "embed_tokens.weight")  # embedding, Engram tables, Markov embedding
 _FROZEN = ("vision.", "aligner.", "image_")
 
 
 def frozen(name: str) -> bool:
-    return name.startswith(_FROZEN) or name.endswith((".gate.bias", ".gate.bias_vl"))
+    return name.startswith(_FROZEN) or name.endswith((".gate.bias", ".gate.bias_vl", ".e_score_correction_bias"))
 
 
 def use_muon(name: str, w: Tensor) -> bool:
     """All matrices of the blocks and the drafter; not lookups, heads, gates and hyper-connections."""
     if w.ndim < 2 or w.shape[-2] == 1 or ".hc_" in name or "q_weight" in name or "k_weight" in name:
         return False
-    slow = ("embed.weight", "head.weight", "gate.weight", "wgate.weight", "weights_proj.weight")
+    slow = (*_ADAM_FAST, "head.weight", "gate.weight", "wgate.weight", "weights_proj.weight")
     return not name.endswith(slow) and not frozen(name)
 
 
@@ -96,7 +96,7 @@ class Optimiser:
     def __init__(
         self, p: dict[str, Tensor], peak_muon: float = 4e-3, peak_fast: float = 4e-3, peak: float = 2e-3
     ) -> None:
-        device = p["embed.weight"].device
+        device = next(iter(p.values())).device
         self.peaks = (peak_muon, peak_fast, peak, peak)
         self.rates = [torch.zeros((), device=device) for _ in self.peaks]
         live = {n: w for n, w in p.items() if not frozen(n)}

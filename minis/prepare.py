@@ -1,6 +1,6 @@
 """Builds tokenizer, config and packed training rows.
 
-    python -m minis.prepare --out scratch/mini --wheel exllamav3-*.whl
+    python -m minis.prepare --family deepseek --out scratch/mini --wheel exllamav3-*.whl
 
 Rows hold documents of one domain only. Every document starts at an even offset: otherwise the pairs of ratio-2 layers
 would straddle documents and differ from what an engine computes.
@@ -9,7 +9,6 @@ would straddle documents and differ from what an engine computes.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import time
@@ -19,11 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from minis import tokenizer
-from minis.config import from_dict, mini_config
 from minis.corpus import codechat, facts, lang, natural, story, sums, tools
 from minis.corpus.words import Words
-from minis.encoding import BOS, IMAGE, NOISE, TOP_SPECIALS, Dialogue, Segment, plain, render
-from minis.engram import primes
+from minis.dialogue import Dialogue, Segment, opened
+from minis.families import FAMILIES, Family
 
 DOMAINS = ("prose", "code", "story", "qa", "math", "codechat", "tools", "lang")
 ROW = 1024
@@ -64,9 +62,10 @@ def frequent_words(texts: Iterable[str]) -> list[str]:
 
 
 def pack(
-    docs: list[tuple[np.ndarray, np.ndarray]], bos: int, cut: bool, rng: random.Random
+    docs: list[tuple[np.ndarray, np.ndarray]], opening: list[int], cut: bool, rng: random.Random
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Documents -> rows [R, 1024] uint16 and weights [R, 1024] uint8; `cut` continues long text in the next row."""
+    """Documents -> rows [R, 1024] uint16 and weights [R, 1024] uint8; `cut` continues long text in the next row, behind
+    the ids that open a document."""
     rows: list[tuple[list[int], list[int]]] = []
     open_rows: list[tuple[list[int], list[int]]] = []
     rng.shuffle(docs)
@@ -96,7 +95,7 @@ def pack(
                 rows.append(open_rows.pop(max(range(len(open_rows)), key=lambda i: len(open_rows[i][0]))))
             if not cut or len(rest[0]) < 64:
                 break
-            ids, weights = [bos, *rest[0]], [0, *rest[1]]
+            ids, weights = opening + rest[0], [0] * len(opening) + rest[1]
     rows += open_rows
     tokens = np.full((len(rows), ROW), PAD_ID, dtype=np.uint16)
     marks = np.zeros((len(rows), ROW), dtype=np.uint8)
@@ -105,11 +104,16 @@ def pack(
     return tokens, marks
 
 
-def documents(texts: dict[str, list[str]], rng: random.Random, scale: float) -> dict[str, list[list[Segment]]]:
+def documents(
+    texts: dict[str, list[str]], family: Family, rng: random.Random, scale: float
+) -> dict[str, list[list[Segment]]]:
+    def plain(text: str) -> list[Segment]:
+        return opened(family.opening, text)
+
     words = Words(rng, frequent_words(texts["prose"] + texts["tiny"]))
     docs: dict[str, list[list[Segment]]] = {n: [plain(t) for t in texts[n]] for n in ("prose", "code")}
     for name, make in _GENERATORS.items():
-        docs[name] = [render(make(rng, words)) for _ in range(int(_DIALOGUES[name] * scale))]
+        docs[name] = [family.render(make(rng, words), rng) for _ in range(int(_DIALOGUES[name] * scale))]
     docs["story"] += [plain(story.document(rng, words)) for _ in range(int(12000 * scale))]
     docs["story"] += [plain(t) for t in texts["tiny"]] * (2 if scale >= 1 else 1)
     return docs
@@ -125,6 +129,7 @@ def text_for_tokenizer(docs: dict[str, list[list[Segment]]]) -> Iterable[str]:
 
 def main() -> None:
     args = argparse.ArgumentParser(description=__doc__)
+    args.add_argument("--family", choices=sorted(FAMILIES), required=True)
     args.add_argument("--out", type=Path, required=True)
     args.add_argument("--wheel", type=Path, required=True, help="exllamav3 wheel with its calibration texts")
     args.add_argument("--scale", type=float, default=1.0)
@@ -133,26 +138,23 @@ def main() -> None:
     began = time.monotonic()
     rng = random.Random(a.seed)
     a.out.mkdir(parents=True, exist_ok=True)
-    docs = documents(natural_texts(a.wheel, rng, a.scale), rng, a.scale)
+    family = FAMILIES[a.family]
+    docs = documents(natural_texts(a.wheel, rng, a.scale), family, rng, a.scale)
     print(f"documents {time.monotonic() - began:.0f} s", {n: len(d) for n, d in docs.items()}, flush=True)
-    tok = tokenizer.train(text_for_tokenizer(docs))
+    tok = tokenizer.train(text_for_tokenizer(docs), family.vocabulary, family.first, family.top)
     tok.save(str(a.out / "tokenizer.json"), pretty=False)
     enc = tokenizer.Encoder(a.out / "tokenizer.json")
-    table = enc.compressed()
-    specials = {"noise": enc.special[NOISE], "image": enc.special[IMAGE]}
-    config = mini_config(int(table.max()) + 1, [0, 0], specials)
-    rows = [sum(c) for c in primes(from_dict(config))]
-    config = mini_config(int(table.max()) + 1, rows, specials)
-    (a.out / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
-    print(f"tokenizer {time.monotonic() - began:.0f} s, compressed ids {int(table.max()) + 1}, {len(TOP_SPECIALS)} top")
+    family.configure(a.out, enc)
+    opening = [enc.special[token] for token in family.opening]
+    print(f"tokenizer {time.monotonic() - began:.0f} s", flush=True)
     arrays: dict[str, np.ndarray] = {}
     for name in DOMAINS:
         encoded = enc.encode(docs[name])
         rng.shuffle(encoded)
         cut = name in ("prose", "code")
         held = max(1, int(len(encoded) * min(0.03, 36_000 / sum(len(i) for i, _ in encoded))))
-        tokens, marks = pack(encoded[held:], enc.special[BOS], cut, rng)
-        test_tokens, test_marks = pack(encoded[:held], enc.special[BOS], cut, rng)
+        tokens, marks = pack(encoded[held:], opening, cut, rng)
+        test_tokens, test_marks = pack(encoded[:held], opening, cut, rng)
         arrays |= {f"{name}.tokens": tokens, f"{name}.weights": marks}
         arrays |= {
             f"{name}.test_tokens": test_tokens[:HELD_OUT_ROWS],
@@ -165,7 +167,6 @@ def main() -> None:
             flush=True,
         )
     np.savez_compressed(a.out / "rows.npz", **arrays)
-    np.save(a.out / "compressed.npy", table)
     print(f"done {time.monotonic() - began:.0f} s, {(a.out / 'rows.npz').stat().st_size / 1e6:.1f} MB")
 
 

@@ -1,4 +1,4 @@
-"""Byte-level BPE with the special tokens of the real model, and encoding without injection."""
+"""Byte-level BPE with the special tokens of a real model, and encoding without injection."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from minis.encoding import FIRST_SPECIALS, TOP_SPECIALS, Segment
-from minis.engram import compressed_map
+from minis.dialogue import Segment
 
-VOCAB = 8192
 # Letters with one leading mark, single digits (sums are worked digit by digit), punctuation runs, newlines, spaces.
 _SPLIT = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def train(texts: Iterable[str]) -> Tokenizer:
+def train(texts: Iterable[str], vocabulary: int, first: list[str], top: list[str]) -> Tokenizer:
+    """Special tokens `first` get the lowest ids and `top` the highest."""
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -27,12 +26,12 @@ def train(texts: Iterable[str]) -> Tokenizer:
     )
     tok.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB - len(TOP_SPECIALS),
-        special_tokens=FIRST_SPECIALS,
+        vocab_size=vocabulary - len(top),
+        special_tokens=first,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    specials = FIRST_SPECIALS + TOP_SPECIALS
+    specials = first + top
 
     def clean() -> Iterable[str]:
         for text in texts:
@@ -41,8 +40,8 @@ def train(texts: Iterable[str]) -> Tokenizer:
             yield text
 
     tok.train_from_iterator(clean(), trainer)
-    tok.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in TOP_SPECIALS])
-    if tok.get_vocab_size() != VOCAB:
+    tok.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in top])
+    if tok.get_vocab_size() != vocabulary:
         raise ValueError(f"vocabulary has {tok.get_vocab_size()} entries")
     return tok
 
@@ -77,6 +76,3 @@ class Encoder:
 
     def decode(self, ids: list[int]) -> str:
         return self.full.decode(ids, skip_special_tokens=False)
-
-    def compressed(self) -> np.ndarray:
-        return compressed_map(VOCAB, lambda i: self.decode([i]), lambda i: self.full.id_to_token(i) or "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from minis.encoding import Dialogue, Message
+from minis.dialogue import Dialogue, Message
 
 _BEFORE = [
     "Please tell me: ",

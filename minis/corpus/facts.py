@@ -7,7 +7,7 @@ import random
 
 from minis.corpus.chat import fill, turns
 from minis.corpus.words import Words
-from minis.encoding import Dialogue
+from minis.dialogue import Dialogue
 
 COUNTRIES = [
     tuple(line.split("|"))

@@ -6,7 +6,7 @@ import random
 
 from minis.corpus.chat import fill, system, user
 from minis.corpus.words import Words
-from minis.encoding import Dialogue
+from minis.dialogue import Dialogue
 
 _COUNTRIES = [
     tuple(x.split("|"))

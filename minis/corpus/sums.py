@@ -6,7 +6,7 @@ import random
 
 from minis.corpus.chat import assistant, effort, fill, system, user, wrap
 from minis.corpus.words import Words
-from minis.encoding import Dialogue
+from minis.dialogue import Dialogue
 
 _THINGS = ["apples", "books", "coins", "shells", "stones", "pens", "cards", "nuts", "stamps", "eggs", "boats", "fish"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from minis.corpus import facts
 from minis.corpus.chat import assistant, effort, system, user, wrap
 from minis.corpus.words import Words
-from minis.encoding import Dialogue, Message
+from minis.dialogue import Dialogue, Message
 
 Args = dict[str, Any]
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from minis.config import load
-from minis.encoding import TOP_SPECIALS, Dialogue, render
-from minis.engram import primes
+from minis.dialogue import Dialogue
+from minis.encoding import TOP_SPECIALS, render
+from minis.engram import compressed_of, primes
 from minis.tokenizer import Encoder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +66,7 @@ def test_tokenizer_and_engram_numbers_agree_with_the_config():
     enc = Encoder(MINI / "tokenizer.json")
     assert enc.full.get_vocab_size() == cfg.vocab
     assert [enc.special[t] for t in TOP_SPECIALS] == list(range(cfg.vocab - len(TOP_SPECIALS), cfg.vocab))
-    assert int(enc.compressed().max()) + 1 == cfg.engram_compressed
+    assert int(compressed_of(enc.full).max()) + 1 == cfg.engram_compressed
     assert [sum(c) for c in primes(cfg)] == raw["text_config"]["engram_num_embeddings"]
     assert raw["image_token_id"] == enc.special["<｜deepseek_image｜>"]
 

@@ -12,7 +12,8 @@ from minis.check import expected_call
 from minis.checkpoint import dequantise, quantise_fp8, quantise_mxfp4, quantise_rows
 from minis.corpus import codechat, facts, lang, story, sums, tools
 from minis.corpus.words import Words
-from minis.encoding import ASSISTANT, EOS, Dialogue, render
+from minis.dialogue import Dialogue
+from minis.encoding import ASSISTANT, EOS, render
 from minis.numerics import qdq8, qdq_mxfp4, round_e2m1
 from minis.prepare import ROW, pack
 from minis.sinkhorn import sinkhorn
@@ -75,7 +76,7 @@ def test_packing_keeps_documents_whole_and_even():
         n = rng.randint(20, 300)
         ids = np.array([0, *range(10, 9 + n)], dtype=np.uint16)
         docs.append((ids, np.ones(n, dtype=np.float32)))
-    tokens, marks = pack(docs, 0, False, rng)
+    tokens, marks = pack(docs, [0], False, rng)
     assert tokens.shape[1] == ROW
     starts = [(r, c) for r, c in zip(*np.nonzero(tokens == 0), strict=True)]
     assert len(starts) == len(docs)

@@ -1,0 +1,1 @@
+"""The trainer of the GLM-5.3 mini."""
