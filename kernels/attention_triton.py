@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chain_triton import chain, chained
 from kernels.rounding_triton import (
     FIRST_POSITION,
     FIRST_ROW,
@@ -60,9 +61,10 @@ def _gathered(meta, row, block, held, pool, places, column, width, window, layer
 @triton.jit
 def _attention_scores(
     query, cos, sin, meta, held, pool, places, scores, heads, width, window, layer, selected, scale,
-    HP: tl.constexpr, BLOCK: tl.constexpr, CH: tl.constexpr, ROPE: tl.constexpr,
+    HP: tl.constexpr, BLOCK: tl.constexpr, CH: tl.constexpr, ROPE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """query [R, heads, width] bf16, not rotated yet -> scores [R, heads, window + selected] fp32, -inf for no row."""
+    chained(CHAINED)
     row, block = tl.program_id(0), tl.program_id(1)
     h = tl.arange(0, HP)
     acc = tl.zeros([HP, BLOCK], tl.float32)
@@ -92,9 +94,10 @@ def _attention_scores(
 @triton.jit
 def _attention_values(
     scores, cos, sin, meta, held, pool, places, sink, out, heads, width, window, layer, selected,
-    HP: tl.constexpr, BLOCK: tl.constexpr, CH: tl.constexpr, ROPE: tl.constexpr,
+    HP: tl.constexpr, BLOCK: tl.constexpr, CH: tl.constexpr, ROPE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """-> out [R, heads, width] bf16, the last ROPE columns turned back. A program has CH columns of all heads."""
+    chained(CHAINED)
     row, part = tl.program_id(0), tl.program_id(1)
     h = tl.arange(0, HP)
     column = part * CH + tl.arange(0, CH)
@@ -147,9 +150,10 @@ def attend(
     _attention_scores[(rows, triton.cdiv(window + selected, BLOCK))](
         query, cos, sin, meta, held, pool, places, scores, heads, width, window, layer, selected, scale,
         CH=min(COLUMNS, triton.next_power_of_2(width)), num_warps=4, num_stages=2, **shape,
+        **chain(query.device),
     )  # fmt: skip
     _attention_values[(rows, triton.cdiv(width, 64))](
         scores, cos, sin, meta, held, pool, places, sink, out, heads, width, window, layer, selected, CH=64,
-        num_warps=4, num_stages=2, **shape,
+        num_warps=4, num_stages=2, **shape, **chain(query.device),
     )  # fmt: skip
     return out

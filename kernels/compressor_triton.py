@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chain_triton import chain, chained
 from kernels.device import RECENT_TOKENS
 from kernels.rounding_triton import (
     FIRST_POSITION,
@@ -31,8 +32,9 @@ from kernels.rounding_triton import (
 @triton.jit
 def _compressor_pool(
     parts, meta, norm, latent, rows, width, eps, source, recent_tokens,
-    RATIO: tl.constexpr, SPLIT: tl.constexpr, DP: tl.constexpr,
+    RATIO: tl.constexpr, SPLIT: tl.constexpr, DP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    chained(CHAINED)
     row = tl.program_id(0)
     c = tl.arange(0, DP)
     there = c < width
@@ -86,8 +88,9 @@ def _compressor_pool(
 def _compressor_append(
     parts, meta, latent, k_norm, cos, sin, page_rows, page_keys, rows, eps, page_size,
     RATIO: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, DP: tl.constexpr, KEY: tl.constexpr,
-    KP: tl.constexpr, ROPE: tl.constexpr,
+    KP: tl.constexpr, ROPE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    chained(CHAINED)
     row = tl.program_id(0)
     position = tl.load(meta + row * ROW_FIELDS + POSITION)
     if (position + 1) % RATIO == 0:
@@ -119,7 +122,7 @@ def pool(parts: Tensor, meta: Tensor, norm: Tensor, eps: float, source: int, rat
     latent = torch.empty(rows, width, dtype=torch.bfloat16, device=parts.device)
     _compressor_pool[(rows,)](
         parts, meta, norm, latent, rows, width, eps, source, RECENT_TOKENS, RATIO=ratio, SPLIT=splits,
-        DP=triton.next_power_of_2(width), num_warps=4,
+        DP=triton.next_power_of_2(width), num_warps=4, **chain(parts.device),
     )  # fmt: skip
     return latent
 
@@ -135,5 +138,5 @@ def append(
     _compressor_append[(rows, 2)](
         parts, meta, latent, k_norm, cos, sin, page_rows, page_keys, rows, eps, page_size, RATIO=ratio, SPLIT=splits,
         WIDTH=width, DP=max(16, triton.next_power_of_2(width)), KEY=key, KP=max(32, triton.next_power_of_2(key)),
-        ROPE=2 * cos.shape[1], num_warps=4,
+        ROPE=2 * cos.shape[1], num_warps=4, **chain(parts.device),
     )  # fmt: skip

@@ -6,12 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chain_triton import chain, chained
 from kernels.rounding_triton import fp8_groups, to_bf16
 
 
 @triton.jit
-def _engram_rows(raw, out, columns, DIM: tl.constexpr):
+def _engram_rows(raw, out, columns, DIM: tl.constexpr, CHAINED: tl.constexpr):
     """A column's row: DIM bytes e4m3, then DIM / 32 scales -> bf16 of e4m3 with scales of its own."""
+    chained(CHAINED)
     row, column = tl.program_id(0), tl.program_id(1)
     raw += (row * columns + column) * (DIM + DIM // 32)
     group, inside = tl.arange(0, DIM // 32), tl.arange(0, 32)
@@ -28,7 +30,8 @@ def _engram_rows(raw, out, columns, DIM: tl.constexpr):
 
 
 @triton.jit
-def _engram_mix(streams, projected, weight, hidden, S: tl.constexpr, DP: tl.constexpr):
+def _engram_mix(streams, projected, weight, hidden, S: tl.constexpr, DP: tl.constexpr, CHAINED: tl.constexpr):
+    chained(CHAINED)
     row, stream = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DP)
     inside = d < hidden
@@ -50,7 +53,7 @@ def activation(raw: Tensor) -> Tensor:
     rows, columns, row_bytes = raw.shape
     dim = row_bytes * 32 // 33
     out = torch.empty(rows, columns * dim, dtype=torch.bfloat16, device=raw.device)
-    _engram_rows[(rows, columns)](raw, out, columns, DIM=dim, num_warps=1)
+    _engram_rows[(rows, columns)](raw, out, columns, DIM=dim, num_warps=1, **chain(raw.device))
     return out
 
 
@@ -59,5 +62,6 @@ def mix_(streams: Tensor, projected: Tensor, weight: Tensor) -> None:
     [S, D]."""
     rows, width, hidden = streams.shape
     _engram_mix[(rows, width)](
-        streams, projected, weight, hidden, S=width, DP=triton.next_power_of_2(hidden), num_warps=8
-    )
+        streams, projected, weight, hidden, S=width, DP=triton.next_power_of_2(hidden), num_warps=8,
+        **chain(streams.device),
+    )  # fmt: skip

@@ -10,7 +10,7 @@ fits fp16 without loss (`_prepare`, `_gate_up`).
 Four launches: `_prepare` finds the distinct experts and puts the rows into the order of the codes, `_gate_up` ends in
 the rounded hidden row of every pick, `_down` gives one row a pick, `_sum` adds the picks of a token in the order of k.
 A token's result is bit-equal whatever tokens are beside it: a column of the matrix unit does not see the others, and K
-is walked in one order. Where the device can, the next launch is placed while the one before runs (`_chained`).
+is walked in one order. Where the device can, the next launch is placed while the one before runs (`chain_triton`).
 
 Kernels run in Triton's interpreter too (`ASM` off): same arithmetic, decoded without inline assembly.
 """
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.chain_triton import chain, chained
 from kernels.record import ExpertRecord, Part
 
 MAX_ROWS = 16
@@ -66,14 +67,6 @@ def _operand(bytes_, ROWS: tl.constexpr, ASM: tl.constexpr):
     """bytes_ [ROWS, 16], a scale group a row -> [ROWS, 32] fp16 in the order of `_position`."""
     low, high = _codes(bytes_, ASM)
     return tl.join(low, high).reshape(ROWS, 4, 4, 2).permute(0, 1, 3, 2).reshape(ROWS, 32)
-
-
-@triton.jit
-def _chained(CHAINED: tl.constexpr):
-    """Lets the next launch begin to be placed, and waits until what the launch before wrote is there."""
-    if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -170,8 +163,7 @@ def _prepare(
     """A program a row: x [T, width] -> ordered [T, padded] fp16, times 2^15 / (power of two of its largest), whose
     inverse goes to factors [T]. One program more: table, int32: slot of each distinct expert in the order of first
     pick [PICKS], -1 behind them; the picks that want each [PICKS, M], -1 behind them."""
-    if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
+    chained(CHAINED)
     row = tl.program_id(0)
     if row < tl.num_programs(0) - 1:
         column = tl.arange(0, SIZE)
@@ -238,7 +230,7 @@ def _gate_up(
 ):  # fmt: skip
     """One scale group of the hidden row of every pick of one expert: fp8(w * silu(min(g, L)) * clamp(u)) as fp16, times
     2^14 over the power of two that the clamp keeps it below."""
-    _chained(CHAINED)
+    chained(CHAINED)
     tile = tl.program_id(0)
     slot = tl.load(table + tl.program_id(1))
     if slot < 0:
@@ -268,7 +260,7 @@ def _down(
     STAGES: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """ROWS outputs of every pick of one expert, [picks, outer] fp32."""
-    _chained(CHAINED)
+    chained(CHAINED)
     tile = tl.program_id(0)
     slot = tl.load(table + tl.program_id(1))
     if slot < 0:
@@ -289,7 +281,7 @@ def _down(
 @triton.jit
 def _sum(parts, picks, out, outer, TOP_K: tl.constexpr, SIZE: tl.constexpr, CHAINED: tl.constexpr):
     """parts [T, k, outer] -> out [T, outer], in the order of k; picks without a slot count for nothing."""
-    _chained(CHAINED)
+    chained(CHAINED)
     row = tl.program_id(0)
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros([SIZE], tl.float32)
@@ -315,10 +307,6 @@ def _up_to(width: int, multiple: int) -> int:
     return -(-width // multiple) * multiple
 
 
-def _can_chain(x: Tensor, asm: bool) -> bool:
-    return asm and torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
 def grouped_experts(
     x: Tensor, slots: Tensor, record: ExpertRecord, picks: Tensor, weights: Tensor, limit: float, asm: bool = True
 ) -> Tensor:
@@ -329,9 +317,7 @@ def grouped_experts(
     outputs = torch.empty(tokens, top_k, d, dtype=torch.float32, device=x.device)
     pick_outputs(outputs, x, slots, record, picks, weights, limit, asm)
     out = torch.empty(tokens, d, dtype=torch.float32, device=x.device)
-    chained = _can_chain(x, asm)
-    launch = {"launch_pdl": True} if chained else {}
-    _sum[(tokens, -(-d // 1024))](outputs, picks, out, d, top_k, SIZE=1024, CHAINED=chained, **launch)
+    _sum[(tokens, -(-d // 1024))](outputs, picks, out, d, top_k, SIZE=1024, **chain(x.device))
     return out
 
 
@@ -363,12 +349,10 @@ def pick_outputs(
     hidden = torch.empty(count, hidden_width, dtype=torch.float16, device=x.device)
     if hidden_width != n:
         hidden.zero_()
-    chained = _can_chain(x, asm)
-    shape = {"PICKS": every, "M": m, "ASM": asm, "CHAINED": chained}
-    launch = {"launch_pdl": True} if chained else {}
+    shape, launch = {"PICKS": every, "M": m, "ASM": asm}, chain(x.device)
     _prepare[(tokens + 1,)](
         x.contiguous(), picks, table, ordered, factors, count, d, x_width, SIZE=triton.next_power_of_2(x_width),
-        PICKS=every, M=m, CHAINED=chained, num_warps=8,
+        PICKS=every, M=m, num_warps=8, **launch,
     )  # fmt: skip
     block = GATE_UP["BLOCK"]
     _gate_up[(n // 32, count)](

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chain_triton import chain, chained, fetch, place_next, wait_for_last
 from kernels.rounding_triton import fp8_groups, rms, to_bf16
 
 MAX_ROWS = 16
@@ -24,11 +25,18 @@ CHUNK = 64  # of the hidden size, a program's
 def _hyper_spread(
     streams, output, post, comb, out, fn, partial, rows, hidden,
     S: tl.constexpr, GATES: tl.constexpr, GP: tl.constexpr, RP: tl.constexpr, CH: tl.constexpr,
-    EXPAND: tl.constexpr, MIX: tl.constexpr,
+    EXPAND: tl.constexpr, MIX: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """streams, out [rows, S, hidden] bf16; output [rows, hidden] fp32; partial [rows, chunks, GP]: GATES products and
     the sum of squares."""
+    place_next(CHAINED)
     d = tl.program_id(0) * CH + tl.arange(0, CH)
+    if MIX and CHAINED:
+        line = fn + (tl.arange(0, GP) % GATES) * (S * hidden) + tl.minimum(tl.program_id(0) * CH, hidden - 32)
+        for j in tl.static_range(S):
+            for i in tl.static_range(0, CH, 32):  # a line of 128 bytes
+                fetch((line + j * hidden + i).to(tl.int64), CHAINED)
+    wait_for_last(CHAINED)
     r, g = tl.arange(0, RP), tl.arange(0, GP)
     inside = (r < rows)[:, None] & (d < hidden)[None, :]
     acc, squares = tl.zeros([RP, GP], tl.float32), tl.zeros([RP], tl.float32)
@@ -64,10 +72,12 @@ def _hyper_finish(
     partial, scale, base, pre, post, comb, streams, pre_in, norm, plain, rounded, hidden, chunks, iterations,
     eps, norm_eps,
     S: tl.constexpr, GATES: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr, DP: tl.constexpr,
-    MIX: tl.constexpr, NORM: tl.constexpr,
+    MIX: tl.constexpr, NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    """A row has two programs: one makes its mix, the other its input, which needs the mix before alone."""
+    chained(CHAINED)
     row = tl.program_id(0)
-    if MIX:
+    if MIX and tl.program_id(1) == 1:
         c, g = tl.arange(0, CP), tl.arange(0, GP)
         at = partial + (row * chunks + c)[:, None] * GP + g[None, :]
         raw = tl.sum(tl.load(at, mask=(c < chunks)[:, None], other=0.0), 0)
@@ -88,18 +98,19 @@ def _hyper_finish(
             mixed = mixed / (tl.sum(mixed, 1) + eps)[:, None]
             mixed = mixed / (tl.sum(mixed, 0) + eps)[None, :]
         tl.store(comb + row * S * S + i[:, None] * S + j[None, :], mixed)
-    d = tl.arange(0, DP)
-    inside = d < hidden
-    x = tl.zeros([DP], tl.float32)
-    for i in tl.static_range(S):
-        share = tl.load(pre_in + row * S + i)
-        x += share * tl.load(streams + (row * S + i) * hidden + d, mask=inside, other=0.0).to(tl.float32)
-    x = to_bf16(x)
-    if NORM:
-        x = to_bf16(rms(x, tl.load(norm + d, mask=inside, other=0.0), hidden, norm_eps))
-    active = fp8_groups(x.reshape(DP // 32, 32)).reshape(DP)
-    tl.store(rounded + row * hidden + d, active.to(tl.bfloat16), mask=inside)
-    tl.store(plain + row * hidden + d, x.to(tl.bfloat16), mask=inside)
+    else:
+        d = tl.arange(0, DP)
+        inside = d < hidden
+        x = tl.zeros([DP], tl.float32)
+        for i in tl.static_range(S):
+            share = tl.load(pre_in + row * S + i)
+            x += share * tl.load(streams + (row * S + i) * hidden + d, mask=inside, other=0.0).to(tl.float32)
+        x = to_bf16(x)
+        if NORM:
+            x = to_bf16(rms(x, tl.load(norm + d, mask=inside, other=0.0), hidden, norm_eps))
+        active = fp8_groups(x.reshape(DP // 32, 32)).reshape(DP)
+        tl.store(rounded + row * hidden + d, active.to(tl.bfloat16), mask=inside)
+        tl.store(plain + row * hidden + d, x.to(tl.bfloat16), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,7 @@ def spread(streams: Tensor, output: Tensor | None, by: Mixed | None, fn: Tensor 
     _hyper_spread[(chunks,)](
         streams, streams if output is None else output, post, comb, out, streams if fn is None else fn,
         streams if partial is None else partial, rows, hidden, S=width, GATES=gates, GP=padded, RP=MAX_ROWS, CH=CHUNK,
-        EXPAND=output is not None, MIX=fn is not None, num_warps=4,
+        EXPAND=output is not None, MIX=fn is not None, num_warps=4, **chain(streams.device),
     )  # fmt: skip
     return out, partial
 
@@ -152,10 +163,10 @@ def finish(partial: Tensor, streams: Tensor, pre: Tensor, mixer: Mixer) -> Mixed
     new = [torch.empty(rows, *shape, device=streams.device) for shape in ((width,), (width,), (width, width))]
     x, rounded = (torch.empty(rows, hidden, dtype=torch.bfloat16, device=streams.device) for _ in range(2))
     gates, padded, chunks = width * (2 + width), partial.shape[2], partial.shape[1]
-    _hyper_finish[(rows,)](
+    _hyper_finish[(rows, 2)](
         partial, mixer.scale, mixer.base, *new, streams, pre, mixer.norm, x, rounded, hidden, chunks, mixer.iterations,
         mixer.eps, mixer.norm_eps, S=width, GATES=gates, GP=padded, CP=triton.next_power_of_2(chunks),
-        DP=max(32, triton.next_power_of_2(hidden)), MIX=True, NORM=True, num_warps=8,
+        DP=max(32, triton.next_power_of_2(hidden)), MIX=True, NORM=True, num_warps=8, **chain(streams.device),
     )  # fmt: skip
     return Mixed(new[0], new[1], new[2], x, rounded)
 
@@ -165,9 +176,10 @@ def collapse(streams: Tensor, pre: Tensor, norm: Tensor | None, norm_eps: float)
     the same rounded as activation."""
     rows, width, hidden = streams.shape
     x, rounded = (torch.empty(rows, hidden, dtype=torch.bfloat16, device=streams.device) for _ in range(2))
-    _hyper_finish[(rows,)](
+    _hyper_finish[(rows, 1)](
         streams, streams, streams, streams, streams, streams, streams, pre, streams if norm is None else norm, x,
         rounded, hidden, 1, 1, 0.0, norm_eps, S=width, GATES=1, GP=2, CP=1,
         DP=max(32, triton.next_power_of_2(hidden)), MIX=False, NORM=norm is not None, num_warps=8,
+        **chain(streams.device),
     )  # fmt: skip
     return x, rounded

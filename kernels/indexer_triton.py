@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chain_triton import chain, chained
 from kernels.rounding_triton import (
     INTERPRETED,
     PAGES,
@@ -34,8 +35,9 @@ UNLIMITED = 1 << 40
 @triton.jit
 def _index_query(
     parts, cos, sin, out, rows, heads,
-    SPLIT: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, ROPE: tl.constexpr,
+    SPLIT: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, ROPE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    chained(CHAINED)
     row, head = tl.program_id(0), tl.program_id(1)
     c = tl.arange(0, DP)
     there = c < DIM
@@ -49,8 +51,9 @@ def _index_query(
 def _index_scores(
     query, weight_parts, meta, page_keys, kept, out, rows, heads, page_size, most, most_blocks, block_size, least,
     bound, factor, RATIO: tl.constexpr, SPLIT: tl.constexpr, HP: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, LIMITED: tl.constexpr,
+    BLOCK: tl.constexpr, LIMITED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    chained(CHAINED)
     row = tl.program_id(0)
     visible = (tl.load(meta + row * ROW_FIELDS + POSITION) + 1) // RATIO
     if visible > least:
@@ -83,9 +86,10 @@ def _index_scores(
 @triton.jit
 def _index_blocks(
     score, meta, out, most, most_blocks, bound,
-    RATIO: tl.constexpr, SIZE: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr,
+    RATIO: tl.constexpr, SIZE: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A block's best visible score; the block of the newest entry is always kept."""
+    chained(CHAINED)
     row = tl.program_id(0)
     visible = (tl.load(meta + row * ROW_FIELDS + POSITION) + 1) // RATIO
     if visible > bound:
@@ -133,9 +137,10 @@ def _border(score, length, count, BLOCK: tl.constexpr):
 @triton.jit
 def _index_select(
     score, meta, places, page_size, most, least,
-    RATIO: tl.constexpr, COUNT: tl.constexpr, CP: tl.constexpr, BLOCK: tl.constexpr,
+    RATIO: tl.constexpr, COUNT: tl.constexpr, CP: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """places [R, COUNT] int32: the best entries of a row in the pool, -1 behind them."""
+    chained(CHAINED)
     row = tl.program_id(0)
     visible = (tl.load(meta + row * ROW_FIELDS + POSITION) + 1) // RATIO
     pages = tl.load(meta + row * ROW_FIELDS + PAGES).to(tl.pointer_type(tl.int64))
@@ -168,9 +173,10 @@ def _index_select(
 @triton.jit
 def _index_keep(
     score, meta, kept, most_blocks, bound, blocks,
-    RATIO: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    RATIO: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """kept [R, most_blocks] uint8: whether a block is one of the best."""
+    chained(CHAINED)
     row = tl.program_id(0)
     visible = (tl.load(meta + row * ROW_FIELDS + POSITION) + 1) // RATIO
     if visible > bound:
@@ -197,7 +203,7 @@ def query(parts: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     out = torch.empty(rows, heads, dim, dtype=torch.bfloat16, device=parts.device)
     _index_query[(rows, heads)](
         parts, cos, sin, out, rows, heads, SPLIT=splits, DIM=dim, DP=max(32, triton.next_power_of_2(dim)),
-        ROPE=2 * cos.shape[1], num_warps=1,
+        ROPE=2 * cos.shape[1], num_warps=1, **chain(parts.device),
     )  # fmt: skip
     return out
 
@@ -215,6 +221,7 @@ def scores(
         0 if kept is None else kept.shape[1], block_size, least, bound, dim**-0.5 * heads**-0.5, RATIO=ratio,
         SPLIT=len(weight_parts), HP=max(16, triton.next_power_of_2(heads)), DIM=dim,
         DP=max(16, triton.next_power_of_2(dim)), BLOCK=KEYS, LIMITED=kept is not None, num_warps=4,
+        **chain(query.device),
     )  # fmt: skip
 
 
@@ -225,7 +232,7 @@ def select(
     rows, count = places.shape
     _index_select[(rows,)](
         score, meta, places, page_size, score.shape[1], least, RATIO=ratio, COUNT=count,
-        CP=triton.next_power_of_2(count), BLOCK=SCANNED, num_warps=8,
+        CP=triton.next_power_of_2(count), BLOCK=SCANNED, num_warps=8, **chain(score.device),
     )  # fmt: skip
 
 
@@ -238,8 +245,9 @@ def keep_blocks(
     bound = blocks * block_size
     _index_blocks[(rows, PROGRAMS)](
         score, meta, block_scores, score.shape[1], most_blocks, bound, RATIO=ratio, SIZE=block_size,
-        SP=triton.next_power_of_2(block_size), BLOCK=64, num_warps=4,
+        SP=triton.next_power_of_2(block_size), BLOCK=64, num_warps=4, **chain(score.device),
     )  # fmt: skip
     _index_keep[(rows,)](
-        block_scores, meta, kept, most_blocks, bound, blocks, RATIO=ratio, SIZE=block_size, BLOCK=SCANNED, num_warps=8
-    )
+        block_scores, meta, kept, most_blocks, bound, blocks, RATIO=ratio, SIZE=block_size, BLOCK=SCANNED, num_warps=8,
+        **chain(score.device),
+    )  # fmt: skip

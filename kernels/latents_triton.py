@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chain_triton import chain, chained
 from kernels.rounding_triton import POSITION, ROW_FIELDS, WINDOWS, fp8_groups, rms, split_sum, to_bf16, turned
 
 
@@ -16,8 +17,9 @@ from kernels.rounding_triton import POSITION, ROW_FIELDS, WINDOWS, fp8_groups, r
 def _latents(
     parts, q_norm, kv_norm, cos, sin, query, window, rows, rank, width, eps,
     SPLIT: tl.constexpr, QP: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr,
-    FIRST: tl.constexpr,
+    FIRST: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    chained(CHAINED)
     row = tl.program_id(0)
     if tl.program_id(1) + FIRST == 0:
         c = tl.arange(0, QP)
@@ -47,7 +49,7 @@ def latents(
     _latents[(rows, 2)](
         parts, q_norm, kv_norm, cos, sin, query, window, rows, rank, width, eps, SPLIT=splits,
         QP=max(32, triton.next_power_of_2(rank)), DP=max(32, triton.next_power_of_2(width)), WIDTH=width,
-        ROPE=2 * cos.shape[-1], FIRST=0, num_warps=4,
+        ROPE=2 * cos.shape[-1], FIRST=0, num_warps=4, **chain(parts.device),
     )  # fmt: skip
     return query
 
@@ -59,6 +61,7 @@ def normed(parts: Tensor, norm: Tensor, eps: float) -> Tensor:
     _latents[(rows, 1)](
         parts, norm, norm, norm, norm, out, out, rows, width, 0, eps, SPLIT=splits,
         QP=max(32, triton.next_power_of_2(width)), DP=32, WIDTH=32, ROPE=2, FIRST=0, num_warps=8,
+        **chain(parts.device),
     )  # fmt: skip
     return out
 
@@ -69,11 +72,13 @@ def window_row(parts: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, eps: float
     _latents[(rows, 1)](
         parts, norm, norm, cos, sin, window, window, rows, 0, width, eps, SPLIT=splits, QP=32,
         DP=max(32, triton.next_power_of_2(width)), WIDTH=width, ROPE=2 * cos.shape[-1], FIRST=1, num_warps=4,
+        **chain(parts.device),
     )  # fmt: skip
 
 
 @triton.jit
-def _window_keep(meta, held, rows, width, window, DP: tl.constexpr):
+def _window_keep(meta, held, rows, width, window, DP: tl.constexpr, CHAINED: tl.constexpr):
+    chained(CHAINED)
     row, layer = tl.program_id(0), tl.program_id(1)
     position = tl.load(meta + row * ROW_FIELDS + POSITION)
     ring = tl.load(meta + row * ROW_FIELDS + WINDOWS).to(tl.pointer_type(tl.bfloat16))
@@ -86,4 +91,6 @@ def keep_rows(meta: Tensor, held: Tensor, window: int) -> None:
     """held [layers, R, d] bf16, the new rows of all layers, into the rings of their lanes, once nothing reads what they
     replace any more. meta [R, ROW_FIELDS]."""
     layers, rows, width = held.shape
-    _window_keep[(rows, layers)](meta, held, rows, width, window, DP=triton.next_power_of_2(width), num_warps=1)
+    _window_keep[(rows, layers)](
+        meta, held, rows, width, window, DP=triton.next_power_of_2(width), num_warps=1, **chain(held.device)
+    )

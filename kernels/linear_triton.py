@@ -1,114 +1,207 @@
 """Linear layers of a decode step on CUDA: weights are read as they are stored, once for up to 16 rows.
 
-A program holds 32 outputs, one scale block, of all rows. Codes become bf16 exactly (an e4m3 byte's seven low bits in a
-bf16's place are the value x 2^-120), activations are bf16 that hold what the model rounded them to, so products are
-exact and sums are fp32. K is walked in one order whatever the rows, so a row does not depend on its company.
+A program holds 32 outputs, one scale block, of all rows, and a part of K. Codes become bf16 by shifts alone (an e4m3
+byte's seven low bits in a bf16's place are the value x 2^-120, subnormals included); their scale, the same for all of a
+program's outputs, goes to the activations instead, which are bf16 that hold what the model rounded them to. So products
+are exact, and sums are fp32. K is walked in one order whatever the rows, and its parts are added in their order by
+whichever program ends last, so a row does not depend on its company and no result on the time of day.
 
 What follows a product in the model is done before it leaves: see `Ending`."""
 
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chain_triton import chain, fetch, place_next, wait_for_last
 from kernels.linear import Fp8Matrix
 from kernels.rounding_triton import INTERPRETED, fp8_groups, to_bf16
 
 MAX_ROWS = 16
 OUTPUTS = 32
 BLOCK, STAGES = 128, 4  # of K: numbers of a row at a time, and tiles that are on their way
-FEW_PROGRAMS = 192  # a product of fewer programs is split along K where its reader adds the parts
+PROGRAMS = 512  # a product of fewer is split along K: some for each of a device's processors, of which some always wait
+LEAST_BLOCKS, MOST_PARTS = 3, 16  # of K, a program's; of a sum
+LINE_BYTES = 128
+MOST_FETCHED = 32 << 20  # a matrix beyond this is not brought into the L2 cache before it is read
 
 
 class Ending(IntEnum):
-    RAW = 0  # fp32, [parts, R, N]
-    STORED = 1  # bf16
-    ACTIVATION = 2  # bf16, then e4m3 with a scale per 32
-    SWIGLU = 3  # of two matrices, one over the other: clamped SwiGLU between the roundings to bf16, then as ACTIVATION
-    ADDED = 4  # fp32, to what is there
+    PARTS = 0  # fp32, [parts, R, N]: whoever reads them adds them
+    SUM = 1  # fp32, [R, N]
+    STORED = 2  # bf16
+    ACTIVATION = 3  # bf16, then e4m3 with a scale per 32
+    SWIGLU = 4  # of two matrices, one over the other: clamped SwiGLU between the roundings to bf16, then as ACTIVATION
+    ADDED = 5  # fp32, to what is there
 
 
 @triton.jit
-def _weights(w, scale, row, k, width, scale_width, FP8: tl.constexpr, WHOLE: tl.constexpr):
-    """[OUTPUTS, BK] of `w` [N, width]: bf16 (fp32 in the interpreter), of FP8 x 2^-64."""
-    inside = (k < width)[None, :]
-    if WHOLE:
-        code = tl.load(w + row[:, None].to(tl.int64) * width + k[None, :])
+def _bf16_of(code, ASM: tl.constexpr):
+    """e4m3 codes -> bf16 (fp32 in the interpreter) of value x 2^-120."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, s, t;
+            prmt.b32 low, $2, 0, 0x1404; prmt.b32 high, $2, 0, 0x3424;
+            and.b32 s, low, 0x80008000; shr.b32 low, low, 4; lop3.b32 $0, low, 0x07F007F0, s, 0xEA;
+            and.b32 t, high, 0x80008000; shr.b32 high, high, 4; lop3.b32 $1, high, 0x07F007F0, t, 0xEA;
+            }""",
+            "=&r,=&r,r",
+            [code],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
     else:
-        code = tl.load(w + row[:, None].to(tl.int64) * width + k[None, :], mask=inside, other=0)
-    if FP8:
-        at = scale + (tl.min(row, 0) // 32) * scale_width + k // 32
-        power = tl.load(at, mask=k < width, other=127)
-        if INTERPRETED:
-            wide = code.to(tl.int32)
-            value = (((wide & 0x7F) << 20) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
-            return value * ((power.to(tl.int32) + 56) << 23).to(tl.float32, bitcast=True)[None, :]
-        else:
-            wide = code.to(tl.int16)
-            value = (((wide & 0x7F) << 4) | ((wide & 0x80) << 8)).to(tl.bfloat16, bitcast=True)
-            return value * ((power.to(tl.int16) + 56) << 7).to(tl.bfloat16, bitcast=True)[None, :]
-    elif INTERPRETED:
-        return code.to(tl.float32)
+        wide = code.to(tl.int32)
+        return (((wide & 0x7F) << 20) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _powers(scale, k, width):
+    """Scale bytes of columns k of one scale row."""
+    return tl.load(scale + k // 32, mask=k < width, other=127)
+
+
+@triton.jit
+def _scaled(acts, power):
+    """acts [BK, M] times their weights' scales [BK], and 2^56: what the codes and this leave of 1 is 2^-64."""
+    if INTERPRETED:
+        return acts.to(tl.float32) * ((power.to(tl.int32) + 56) << 23).to(tl.float32, bitcast=True)[:, None]
     else:
-        return code
+        return acts * ((power.to(tl.int16) + 56) << 7).to(tl.bfloat16, bitcast=True)[:, None]
 
 
 @triton.jit
 def _times(weights, x, acc):
     if INTERPRETED:
-        return tl.dot(weights, x.to(tl.float32), acc, input_precision="ieee")
+        return tl.dot(weights.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(weights, x, acc)
 
 
 @triton.jit
-def _linear(
-    x, w, scale, out, rows, width, scale_width, outs, group_outs, x_stride, second, second_scale, limit,
-    M: tl.constexpr, BK: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr,
-    WHOLE: tl.constexpr, ENDING: tl.constexpr,
-):  # fmt: skip
-    """x [rows, groups, width] bf16, w [outs, width]; outputs of group g take x[:, g]."""
-    first, part = tl.program_id(0) * OUT, tl.program_id(1)
-    column = first + tl.arange(0, OUT)
-    row = tl.minimum(column, outs - 1)
-    m = tl.arange(0, M)
-    live = m < rows
-    x_at = x + m * x_stride + (first // group_outs) * width
-    acc, other = tl.zeros([OUT, M], tl.float32), tl.zeros([OUT, M], tl.float32)
-    blocks = tl.cdiv(tl.cdiv(width, BK), SPLIT)
-    for block in range(part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(width, BK))):
-        k = block * BK + tl.arange(0, BK)
-        acts = tl.load(x_at[None, :] + k[:, None], mask=live[None, :] & (k < width)[:, None], other=0.0)
-        acc = _times(_weights(w, scale, row, k, width, scale_width, FP8, WHOLE), acts, acc)
-        if ENDING == 3:
-            other = _times(
-                _weights(w + second, scale + second_scale, row, k, width, scale_width, FP8, WHOLE), acts, other
-            )
-    if FP8:
-        acc, other = acc * 18446744073709551616.0, other * 18446744073709551616.0
-    at = out + (part * rows + m)[None, :] * outs + column[:, None]
-    there = live[None, :] & (column < outs)[:, None]
-    if ENDING == 0:
+def _fetch(w, first, at, row_bytes, outs, AHEAD: tl.constexpr, CHAINED: tl.constexpr):
+    """w: bytes of rows; the first AHEAD lines behind byte `at` of 32 of them."""
+    if CHAINED:
+        every = tl.arange(0, 64)
+        row = tl.minimum(first + every % 32, outs - 1).to(tl.int64)
+        for line in tl.static_range(0, AHEAD, 2):
+            byte = at + (line + every // 32) * 128
+            fetch((w + row * row_bytes + tl.minimum(byte, row_bytes - 1)).to(tl.int64), CHAINED)
+
+
+@triton.jit
+def _finish(acc, other, out, rows, outs, m, column, limit, there, ENDING: tl.constexpr):
+    """acc, other [OUT, M] fp32, whole sums, to their place."""
+    at = out + m[None, :] * outs + column[:, None]
+    if ENDING == 1:
         tl.store(at, acc, mask=there)
-    elif ENDING == 4:
+    elif ENDING == 5:
         tl.store(at, tl.load(at, mask=there, other=0.0) + acc, mask=there)
     else:
         value = to_bf16(acc)
-        if ENDING == 3:
+        if ENDING == 4:
             gate, up = tl.minimum(value, limit), tl.maximum(tl.minimum(to_bf16(other), limit), -limit)
             value = to_bf16(gate / (1.0 + tl.exp(-gate)) * up)
-        if ENDING >= 2:
+        if ENDING >= 3:
             value = tl.trans(fp8_groups(tl.trans(value)))
         tl.store(at, value.to(tl.bfloat16), mask=there)
 
 
+@triton.jit
+def _linear(
+    x, w, scale, out, parts, arrived, rows, width, scale_width, outs, group_outs, x_stride, second, second_scale, limit,
+    M: tl.constexpr, BK: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr,
+    WHOLE: tl.constexpr, ENDING: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """x [rows, groups, width] bf16, w [outs, width]; outputs of group g take x[:, g]. parts [SPLIT, 1 or 2, rows, outs]
+    and arrived [a tile] int32, zeros, where there are several parts to be added here."""
+    place_next(CHAINED)
+    first, part = tl.program_id(0) * OUT, tl.program_id(1)
+    blocks = tl.cdiv(tl.cdiv(width, BK), SPLIT)
+    begin, end = part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(width, BK))
+    size: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
+    if AHEAD:
+        bytes_ = w.to(tl.pointer_type(tl.uint8))
+        _fetch(bytes_, first, begin * BK * size, width * size, outs, AHEAD, CHAINED)
+        if ENDING == 4:
+            _fetch(bytes_ + second * size, first, begin * BK * size, width * size, outs, AHEAD, CHAINED)
+    wait_for_last(CHAINED)
+    column = first + tl.arange(0, OUT)
+    row = tl.minimum(column, outs - 1)[:, None].to(tl.int64)
+    m = tl.arange(0, M)
+    live = m < rows
+    x_at = x + m * x_stride + (first // group_outs) * width
+    acc, other = tl.zeros([OUT, M], tl.float32), tl.zeros([OUT, M], tl.float32)
+    if FP8:
+        k = begin * BK + tl.arange(0, BK)
+        scale += (first // 32) * scale_width
+        power = _powers(scale, k, width)
+        if ENDING == 4:
+            power2 = _powers(scale + second_scale, k, width)
+    for block in range(begin, end):
+        k = block * BK + tl.arange(0, BK)
+        acts = tl.load(x_at[None, :] + k[:, None], mask=live[None, :] & (k < width)[:, None], other=0.0)
+        if WHOLE:
+            tile = tl.load(w + row * width + k[None, :])
+        else:
+            tile = tl.load(w + row * width + k[None, :], mask=(k < width)[None, :], other=0)
+        if ENDING == 4:
+            if WHOLE:
+                tile2 = tl.load(w + second + row * width + k[None, :])
+            else:
+                tile2 = tl.load(w + second + row * width + k[None, :], mask=(k < width)[None, :], other=0)
+        if FP8:
+            acc = _times(_bf16_of(tile, not INTERPRETED), _scaled(acts, power), acc)
+            power = _powers(scale, k + BK, width)  # of the next block, while this one is multiplied
+            if ENDING == 4:
+                other = _times(_bf16_of(tile2, not INTERPRETED), _scaled(acts, power2), other)
+                power2 = _powers(scale + second_scale, k + BK, width)
+        else:
+            acc = _times(tile, acts, acc)
+            if ENDING == 4:
+                other = _times(tile2, acts, other)
+    if FP8:
+        acc, other = acc * 18446744073709551616.0, other * 18446744073709551616.0
+    there = live[None, :] & (column < outs)[:, None]
+    if ENDING == 0:
+        tl.store(out + (part * rows + m)[None, :] * outs + column[:, None], acc, mask=there)
+    elif SPLIT == 1:
+        _finish(acc, other, out, rows, outs, m, column, limit, there, ENDING)
+    else:
+        pair: tl.constexpr = 2 if ENDING == 4 else 1
+        at = parts + m[None, :] * outs + column[:, None]
+        one = rows * outs
+        tl.store(at + part * pair * one, acc, mask=there)
+        if ENDING == 4:
+            tl.store(at + (part * pair + 1) * one, other, mask=there)
+        tl.debug_barrier()  # all of this program's, before it is counted
+        if tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1:
+            acc, other = tl.zeros([OUT, M], tl.float32), tl.zeros([OUT, M], tl.float32)
+            for p in tl.static_range(SPLIT):
+                acc += tl.load(at + p * pair * one, mask=there, other=0.0, cache_modifier=".cg")
+                if ENDING == 4:
+                    other += tl.load(at + (p * pair + 1) * one, mask=there, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + tl.program_id(0), 0)
+            _finish(acc, other, out, rows, outs, m, column, limit, there, ENDING)
+
+
+@lru_cache
+def _arrived(device: torch.device) -> Tensor:
+    """Zeros, and zeros again after every launch. Launches that use them run one after another."""
+    return torch.zeros(1 << 14, dtype=torch.int32, device=device)
+
+
 def parts(outs: int, width: int) -> int:
-    """In how many parts a product of this shape is computed, where its reader adds them. By the shape alone: every
-    rank and every row count must agree."""
-    programs, most = -(-outs // OUTPUTS), -(-width // BLOCK)
-    return max(1, min(8, FEW_PROGRAMS // programs, most // 4))
+    """In how many parts a product of this shape is computed. By the shape alone: every rank and every row count must
+    agree."""
+    programs, blocks = -(-outs // OUTPUTS), -(-width // BLOCK)
+    wanted = max(1, min(MOST_PARTS, -(-PROGRAMS // programs), blocks // LEAST_BLOCKS))
+    return triton.cdiv(blocks, triton.cdiv(blocks, wanted))  # as few as the same share of each gives
 
 
 def linear(
@@ -118,13 +211,13 @@ def linear(
     out: Tensor | None = None,
     groups: int = 1,
     limit: float = 0.0,
-    split: int = 1,
+    split: int | None = None,
     block: int = BLOCK,
     stages: int = STAGES,
 ) -> Tensor:
     """x [R, K] bf16 (groups: [R, groups * K]), R <= MAX_ROWS; weight [N, K] FP8 or bf16 -> [R, N] as `ending` says;
-    RAW: [split, R, N] fp32, parts of a sum. SWIGLU: N of the weight is twice that of the result, gates first. ADDED
-    needs `out`."""
+    PARTS: [parts, R, N] fp32. SWIGLU: N of the weight is twice that of the result, gates first. ADDED needs `out`.
+    `split`: in so many parts instead."""
     rows, (outs, width) = len(x), weight.shape
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows, a decode step has {MAX_ROWS} at most")
@@ -132,15 +225,20 @@ def linear(
     codes, scale = (weight.codes, weight.scale) if isinstance(weight, Fp8Matrix) else (weight, weight)
     if ending == Ending.SWIGLU:
         outs //= 2
+    split = parts(outs, width) if split is None else split
     if out is None:
-        shape = (split, rows, outs) if ending == Ending.RAW else (rows, outs)
-        dtype = torch.float32 if ending in (Ending.RAW, Ending.ADDED) else torch.bfloat16
+        shape = (split, rows, outs) if ending == Ending.PARTS else (rows, outs)
+        dtype = torch.float32 if ending in (Ending.PARTS, Ending.SUM, Ending.ADDED) else torch.bfloat16
         out = torch.empty(shape, dtype=dtype, device=x.device)
-    scale_width = scale.shape[1]
+    here = split > 1 and ending != Ending.PARTS
+    scratch = torch.empty(split * (1 + (ending == Ending.SWIGLU)) * rows * outs, device=x.device) if here else out
+    scale_width, nbytes = scale.shape[1], codes.nbytes
+    share = triton.cdiv(triton.cdiv(width, block), split) * block * codes.element_size()  # of a row, a program's
     _linear[(-(-outs // OUTPUTS), split)](
-        x, codes, scale, out, rows, width, scale_width, outs, outs // groups, x.stride(0),
+        x, codes, scale, out, scratch, _arrived(x.device), rows, width, scale_width, outs, outs // groups, x.stride(0),
         outs * width, outs // 32 * scale_width, limit,
         M=8 if rows <= 8 else 16, BK=block, OUT=OUTPUTS, SPLIT=split, FP8=is_fp8, WHOLE=width % block == 0,
-        ENDING=int(ending), num_warps=2, num_stages=stages,
+        ENDING=int(ending), AHEAD=0 if nbytes > MOST_FETCHED else min(8, triton.cdiv(share, LINE_BYTES)), num_warps=2,
+        num_stages=stages, **chain(x.device),
     )  # fmt: skip
     return out

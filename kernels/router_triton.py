@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chain_triton import chain, chained
 from kernels.rounding_triton import split_sum
 
 
@@ -50,7 +51,9 @@ def _best(biased, score, expert, EP: tl.constexpr):
 def _route(
     parts, bias, routable, slot_of, weights, slots, wanted, wanted_scores, wanted_weights, missed,
     rows, experts, route_scale, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, SPLIT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    chained(CHAINED)
     row = tl.program_id(0)
     expert, k = tl.arange(0, EP), tl.arange(0, KP)
     there = expert < experts
@@ -88,7 +91,7 @@ def route(
     _route[(rows,)](
         parts, bias, routable, slot_of, out.weights, out.slots, out.wanted, out.wanted_scores, out.wanted_weights,
         out.missed, rows, experts, scale, K=top_k, KP=triton.next_power_of_2(top_k), EP=triton.next_power_of_2(experts),
-        SPLIT=splits, num_warps=4,
+        SPLIT=splits, num_warps=4, **chain(parts.device),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from kernels import router_triton as router
 from kernels.device import INTERPRETED
 from kernels.hyper_triton import Mixed, Mixer
 from kernels.linear import Matrix
-from kernels.linear_triton import Ending, linear, parts
+from kernels.linear_triton import Ending, linear
 from tided.cache.pool import PAGE_TOKENS
 from tided.models.deepseek_v41.attention import Attention
 from tided.models.deepseek_v41.block import Block, HyperConnection
@@ -114,7 +114,7 @@ class DecodeStep:
             self._watch(taps, turns)
         latents.keep_rows(inputs.meta, inputs.held, model.context_shape.window)
         x, _ = hyper_triton.collapse(streams, pre, model.norm, model.eps)
-        self.logits = model.group.concat(linear(x, model.head, Ending.RAW)[0])
+        self.logits = model.group.concat(linear(x, model.head, Ending.SUM))
 
     def _turns(self) -> Turns:
         positions, rotations = self.inputs.meta[:, POSITION], self.model.rotations
@@ -182,7 +182,7 @@ class DecodeStep:
         )  # fmt: skip
         seen = seen.view(self.rows, -1)
         latent = linear(seen, one.wo_a, Ending.ACTIVATION, groups=seen.shape[1] // one.wo_a.shape[1])
-        return linear(latent, one.wo_b, Ending.RAW)[0]
+        return linear(latent, one.wo_b, Ending.SUM)
 
     def _moe(self, moe: Moe, mixed: Mixed) -> Tensor:
         """-> [R, D] fp32, this rank's part."""
@@ -195,7 +195,7 @@ class DecodeStep:
             moe.route_scale, routed,
         )  # fmt: skip
         output = experts_triton.grouped_experts(
-            mixed.rounded, bank.slots, bank.record, routed.slots, routed.weights, moe.limit, asm=not INTERPRETED
+            mixed.rounded, bank.slots, bank.plain_record, routed.slots, routed.weights, moe.limit, asm=not INTERPRETED
         )
         hidden = linear(mixed.rounded, moe.shared_w13, Ending.SWIGLU, limit=moe.limit)
         return linear(hidden, moe.shared_w2, Ending.ADDED, out=output)
@@ -218,4 +218,4 @@ def _mixer(by: HyperConnection, norm: Tensor, norm_eps: float) -> Mixer:
 
 
 def _in_parts(x: Tensor, weight: Matrix) -> Tensor:
-    return linear(x, weight, Ending.RAW, split=parts(*weight.shape))
+    return linear(x, weight, Ending.PARTS)
