@@ -10,9 +10,9 @@ import msgspec
 
 from tidectl.output import console, emit, is_terminal, plain, say
 from tided.errors import UsageError
-from tided.tide.sim import study, trace
-from tided.tide.sim.compare import BOUND, OURS, Row, Table
-from tided.tide.sim.machine import Machine
+from tided.sim import study, trace
+from tided.sim.compare import BOUND, OURS, Row, Table
+from tided.sim.machine import Machine
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -114,6 +114,16 @@ class Tide(Section, frozen=True):
     hot_ring_slots: Annotated[
         int, _doc("numbers", "Slots for hot reads, on top of the residents.", ge=0, le=MOST_SLOTS)
     ] = 0
+    look_rows: Annotated[
+        int,
+        _doc(
+            "policy",
+            "Computed rows between two looks of the hot ring at what was wanted; a look takes rank 0 about a "
+            "millisecond, and hot reads begin after one.",
+            ge=1,
+            le=MOST_TOKENS,
+        ),
+    ] = 1
     light_weight: Annotated[
         float,
         _doc("numbers", "Routing weight below which a missing expert is substituted and never read.", ge=0, le=1),

@@ -17,8 +17,10 @@ SHAPE = RouterShape(LAYERS, EXPERTS, TOP_K)
 ABSENT = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS - 3, EXPERTS)]
 
 
-def motion(ranks: int = 1, spare: int = 2, ring: int = 0) -> Motion:
-    return Motion(HotReads(SHAPE, PAIRS, ring, TOP_K, np.ones((LAYERS, EXPERTS))), ranks, spare)
+def motion(ranks: int = 1, spare: int = 2, ring: int = 0, look_rows: int = 4) -> Motion:
+    made = Motion(HotReads(SHAPE, PAIRS, ring, TOP_K, np.ones((LAYERS, EXPERTS))), ranks, spare)
+    made.look_rows = look_rows
+    return made
 
 
 def wants(motion: Motion, *pairs, tokens: int = 8) -> None:
@@ -225,6 +227,12 @@ def test_the_ring_looks_once_a_few_rows_have_come_together():
     assert [m.stepped(3), m.stepped(3)] == [False, True]
     m.observe(np.ones((LAYERS, EXPERTS)), np.full(LAYERS, 6))
     assert m.stepped(256), "a prompt's chunk is looked at at once"
+
+
+def test_how_many_rows_that_is_is_a_setting():
+    assert motion(ring=4, look_rows=1).stepped(1)
+    m = motion(ring=4, look_rows=6)
+    assert [m.stepped(5), m.stepped(1)] == [False, True]
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["by_layer", "captured"])

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from tided.sim import study
+from tided.sim.compare import BOUND, OURS, POLICIES, RIVALS, compare, outcome
+from tided.sim.machine import Machine
+from tided.sim.policies import DEMANDED, Demanded
+from tided.sim.trace import load, shuffled
+from tided.sim.traffic import SWITCHING, Mix, traffic
 from tided.tide.demand import RouterShape
-from tided.tide.sim import study
-from tided.tide.sim.compare import BOUND, OURS, POLICIES, RIVALS, compare, outcome
-from tided.tide.sim.machine import Machine
-from tided.tide.sim.policies import DEMANDED, Demanded
-from tided.tide.sim.trace import load, shuffled
-from tided.tide.sim.traffic import SWITCHING, Mix, traffic
 
 SHAPE = RouterShape(1, 8, 2)
 RECORDED = Path(__file__).parents[2] / "bench/data/mini-routing.safetensors"
@@ -24,7 +24,7 @@ def victim(name, *steps, newcomer=7, slots=4):
     base[0, :4] = 1e-9
     policy = Demanded(SHAPE, slots, base, DEMANDED[name])
     for step in (*steps, (newcomer,)):
-        policy.observe(np.array([step], dtype=np.int64), np.full((1, len(step)), 0.5), False)
+        policy.observe(np.array([step], dtype=np.int64), np.full((1, len(step)), 0.5), None)
     moves = policy.moves(1)
     assert moves.load == [(0, newcomer)]
     return moves.withdraw[0][1]
@@ -51,13 +51,13 @@ def test_what_the_last_step_used_is_never_thrown_out():
         base = np.zeros((1, 8))
         base[0, :4] = 1e-9
         policy = Demanded(SHAPE, 4, base, DEMANDED[name])
-        policy.observe(np.array([[0, 1, 7]]), np.full((1, 3), 0.3), False)
+        policy.observe(np.array([[0, 1, 7]]), np.full((1, 3), 0.3), None)
         assert policy.moves(1).withdraw[0][1] in (2, 3)
 
 
 def test_the_heaviest_miss_is_read_first():
     policy = Demanded(SHAPE, 4, np.eye(1, 8) + 1e-9, DEMANDED["LRU"])
-    policy.observe(np.array([[5, 6, 7]]), np.array([[0.2, 0.5, 0.3]]), False)
+    policy.observe(np.array([[5, 6, 7]]), np.array([[0.2, 0.5, 0.3]]), None)
     assert policy.moves(2).load == [(0, 6), (0, 7)]
 
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from tided.errors import PairError
+from tided.sim import faults
+from tided.sim.compare import OURS, PLANS, RIVALS, _made
+from tided.sim.machine import Disk, Fault, Machine, Ranks
+from tided.sim.policies import Static
+from tided.sim.runner import World, run
+from tided.sim.traffic import Mix, traffic
 from tided.tide.hot import Moves
-from tided.tide.sim import faults
-from tided.tide.sim.compare import OURS, PLANS, RIVALS, _made
-from tided.tide.sim.machine import Disk, Fault, Machine, Ranks
-from tided.tide.sim.policies import Static
-from tided.tide.sim.runner import World, run
-from tided.tide.sim.traffic import Mix, traffic
 
 BRIEF = Mix("brief", 4, 2, prompt=(40, 80), answer=(60, 90))
 LAYERS, SHARE = 2, 0.4

@@ -6,9 +6,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tided.errors import DataError
-from tided.tide.sim.calibration import likeness, lru_hits
-from tided.tide.sim.trace import Span, load, save, shuffled
-from tided.tide.sim.traffic import MIXED, SWITCHING, Mix, topics, traffic
+from tided.sim.calibration import likeness, lru_hits
+from tided.sim.trace import Span, load, save, shuffled
+from tided.sim.traffic import MIXED, SWITCHING, Mix, topics, traffic
 
 SMALL = Mix("small", 3, 1, prompt=(20, 30), answer=(20, 30))
 

@@ -7,10 +7,10 @@ from typer.testing import CliRunner
 
 from tidectl import simulate
 from tidectl.main import app
-from tided.tide.sim import study
-from tided.tide.sim.compare import POLICIES
-from tided.tide.sim.trace import save
-from tided.tide.sim.traffic import Mix, traffic
+from tided.sim import study
+from tided.sim.compare import POLICIES
+from tided.sim.trace import save
+from tided.sim.traffic import Mix, traffic
 
 BRIEF = Mix("mixed", 3, 1, (30, 40), (30, 40))
 

@@ -241,6 +241,7 @@ def scheduler_limits(settings: Settings, draft_tokens: int = 0) -> Limits:
         page_tokens=PAGE_TOKENS,
         chunk_tokens=settings.model.prefill_chunk_tokens,
         swaps=settings.experts.spare_slots,
+        look_rows=settings.tide.look_rows,
         guard_every_steps=settings.engine.guard_every_steps,
         can_wait=settings.tide.sync_slots > 0,
         park_tokens=settings.cache.park_tokens,

@@ -73,6 +73,7 @@ class LeaderEngine(Engine):
         self._rested = True  # no work since the pair came to rest
         self._mask = ""  # that snapshots were looked up for
         self._stop: Stop | None = None
+        self.motion.look_rows = limits.look_rows
         shape = executor.model.shape
         residents = executor.residents
         self.board = ExpertBoard(

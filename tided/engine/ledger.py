@@ -17,8 +17,9 @@ from tided.control.messages import Decode, Mask, Prefill, Step
 from tided.engine.costs import NOTHING, Touched
 from tided.engine.executor import Demand, Executor, Outcome
 from tided.engine.loops import LoopWatch
+from tided.engine.moments import Moments
 from tided.engine.motion import Motion, Moved
-from tided.engine.ports import PairSwap, Pilot
+from tided.engine.ports import Pilot
 from tided.engine.scheduler import Running, Scheduler
 from tided.engine.stats import Picks, Reads, RequestStats, Residency, log_line
 from tided.engine.trace import Traces, Uses
@@ -44,10 +45,10 @@ class Ledger:
     def __init__(self, executor: Executor, scheduler: Scheduler, motion: Motion, pilot: Pilot | None) -> None:
         self.events: list[Event] = []
         self.residency = residency_of(executor)
-        self._executor, self._scheduler, self._motion, self._pilot = executor, scheduler, motion, pilot
+        self._executor, self._scheduler, self._motion = executor, scheduler, motion
+        self._moments = Moments(motion, pilot) if pilot else None
         self._open: dict[str, RequestStats] = {}
         self.traces = Traces()
-        self._prompt_mass: dict[int, Array] = {}  # by lane
         self._guides: dict[str, Guide] = {}  # by request
         self._waits = Waits()  # before the step in hand
         self.token_bytes: Sequence[bytes | None] = ()
@@ -114,8 +115,8 @@ class Ledger:
                 self.events.append(Scored(stats.request.request_id, outcome.scores))
             if outcome.prompt_demand:
                 self._prompt_done(stats, step.work.lane, outcome.prompt_demand)
-            elif self._pilot:
-                self._chunk_done(self._pilot, stats, step.work)
+            elif self._moments:
+                self._chunk_done(self._moments, stats, step.work)
             if step.work.propose:
                 lane, executor = step.work.lane, self._executor
                 self._scheduler.depths.begun(lane, executor.lanes[lane].sure, executor.draft_s or None)
@@ -125,8 +126,8 @@ class Ledger:
         for lane, token in outcome.tokens:
             if lane in self._scheduler.running:  # what comes behind the end of an answer in a block is dropped
                 self._token(lane, token, now_s, next(told[lane]) if lane in told else None)
-        if isinstance(step.work, Decode) and self._pilot:
-            self._step_done(self._pilot, step.work.lanes)
+        if isinstance(step.work, Decode) and self._moments:
+            self._step_done(self._moments, step.work.lanes)
 
     def _decoded(self, work: Decode, outcome: Outcome, seconds: float) -> None:
         """A step of drafts that were verified, and of others that were made."""
@@ -181,15 +182,15 @@ class Ledger:
 
     def idle(self) -> None:
         """Nothing is asked for: the tide may plan."""
-        if self._pilot:
-            self._plan(self._pilot.idle_plan(self._motion.has_ring), "idle")
+        if self._moments:
+            self._moments.idle()
 
     def _published(self, moved: Moved) -> None:
         self.residency = residency_of(self._executor)
         if not moved.swaps:
             return
-        if self._pilot:
-            self._pilot.applied(moved.swaps)
+        if self._moments:
+            self._moments.published(moved)
         for running in self._scheduler.running.values():
             self._open[running.request.request_id].swapped(moved.plans)
 
@@ -201,37 +202,23 @@ class Ledger:
 
     def _prompt_done(self, stats: RequestStats, lane: int, demand: Demand) -> None:
         stats.prefill = picks(demand)
-        if self._pilot:
-            counts, mass, totals = on_host(demand)
-            self._prompt_mass[lane] = mass
-            if self._motion.has_ring:
-                self._motion.hot.prompt_done(mass, lane)
-            self._plan(self._pilot.prompt_done(counts, mass, totals, stats.prefilled_tokens, lane=lane), "prompt")
+        if self._moments:
+            self._moments.prompt_done(*on_host(demand), stats.prefilled_tokens, lane)
 
-    def _chunk_done(self, pilot: Pilot, stats: RequestStats, work: Prefill) -> None:
+    def _chunk_done(self, moments: Moments, stats: RequestStats, work: Prefill) -> None:
         left = len(stats.request.prompt_ids) - work.start - work.count
         chunks = -(-left // self._scheduler.limits.chunk_tokens)
-        self._plan(pilot.chunk_done(stats.prefilled_tokens, chunks, self._demand_so_far, lane=work.lane), "chunk")
+        moments.chunk_done(stats.prefilled_tokens, chunks, self._demand_so_far, work.lane)
 
-    def _step_done(self, pilot: Pilot, lanes: Sequence[int]) -> None:
+    def _step_done(self, moments: Moments, lanes: Sequence[int]) -> None:
         """For the answers that go on."""
         totals = self._executor.tap.totals.cpu().numpy()
         running = [lane for lane in lanes if lane in self._scheduler.running]
         answers = {lane: (self._stats(lane).decoded_tokens, totals[lane]) for lane in running}
-        planned = pilot.step_done(answers, self._demand_so_far, self._motion.planned > 0)
-        if planned is not None:
-            self._plan(planned.swaps, planned.reason)
+        moments.step_done(answers, self._demand_so_far)
 
     def _demand_so_far(self, lane: int) -> tuple[Array, Array, Array]:
         return on_host(self._executor.tap.peek(lane))
-
-    def _plan(self, swaps: Sequence[PairSwap], reason: str) -> None:
-        pilot, hot = self._pilot, self._motion.hot
-        if swaps and pilot and self._motion.has_ring:  # from the same estimate as hot reads, or they undo each other
-            hot.rebase(pilot.scores())
-            most = len(swaps)
-            swaps = hot.rest_plan(most, pilot.rest_scores()) if reason == "idle" else hot.plan(most, pilot.steadied)
-        self._motion.take_plan(swaps, reason)
 
     def _token(self, lane: int, token: int, now_s: float, logprob: TokenLogprob | None) -> None:
         stats = self._stats(lane)
@@ -293,12 +280,8 @@ class Ledger:
             stats.prefill = picks(demand)
         else:
             stats.decode = picks(demand)
-        if self._pilot:
-            counts, mass, totals = on_host(demand)
-            self._pilot.request_done(counts, mass, totals, stats.decoded_tokens, lane=lane)
-            if self._motion.has_ring:
-                self._motion.hot.request_done(mass + self._prompt_mass.pop(lane, 0.0), lane)
-                self._motion.hot.rebase(self._pilot.scores())
+        if self._moments:
+            self._moments.request_done(*on_host(demand), stats.decoded_tokens, lane)
 
     def reads(self) -> Reads:
         """What was read since the start, by all requests."""

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tided.control.messages import Change, Load, Swap
-from tided.engine.ports import Pair, PairSwap
 from tided.errors import PairError
 from tided.tide.demand import Grid
 from tided.tide.hot import HotReads
+from tided.tide.planner import Pair, PairSwap
 
 log = logging.getLogger("experts")
 
@@ -34,7 +34,6 @@ LEFT_ALONE_STEPS = 32  # after a record's first failure; eight times as many aft
 FIRST_READS = 4
 TIMELY_STEPS = 2  # a hot read that is published within so many steps came in time
 SWAPS_A_STEP = 8  # begin together, whatever room there is: reads and publications of more would show in a step's time
-LOOK_ROWS = 4  # the ring looks at what rows wanted once so many have come together: each look costs the host a while
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +92,7 @@ class Motion:
         self._failures: dict[Pair, int] = {}  # by pair, since it was last read
         self._left_alone: dict[Pair, int] = {}  # until which step
         self._failed_in_a_row = 0
+        self.look_rows = 1  # the ring looks once so many have come together: each look costs the host a while
 
     @property
     def has_ring(self) -> bool:
@@ -135,7 +135,7 @@ class Motion:
         """A step of so many rows is over. Whether the ring is to look at what was wanted since its last look."""
         self._clock += 1
         self._rows += rows
-        return self.has_ring and self._rows >= LOOK_ROWS
+        return self.has_ring and self._rows >= self.look_rows
 
     def observe(self, weights: Grid, rows: npt.NDArray[np.float32]) -> None:
         """What the rows since the last look wanted: weights [layers, experts], summed over the `rows` [layers] that

@@ -77,7 +77,7 @@ class Limits:
     into before use; tokens of context that may be parked (0: a lane is admitted when the pool can hold its prompt and
     longest answer), most tokens that a decode step drafts, whether snapshots are taken; share of the time that
     prompts take beside running answers; whether every row of a prompt is computed to its logits, where they are asked
-    for."""
+    for; rows between two looks of the hot ring."""
 
     lanes: int
     queue: int
@@ -93,6 +93,7 @@ class Limits:
     snapshots: bool = False
     prefill_share: float = 0.3
     can_score: bool = True
+    look_rows: int = 1
 
     def __post_init__(self) -> None:
         if self.context_tokens > self.pool_tokens:

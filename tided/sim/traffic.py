@@ -15,8 +15,8 @@ from importlib.resources import files
 import numpy as np
 import numpy.typing as npt
 
+from tided.sim.trace import Span, Trace
 from tided.tide.demand import Grid, RouterShape, per_layer
-from tided.tide.sim.trace import Span, Trace
 
 EXPERTS, TOP_K, MODEL_LAYERS = 384, 6, 40
 Experts = npt.NDArray[np.int16]  # [tokens, layers, top_k]
@@ -133,7 +133,7 @@ def _more(real: Grid, count: int, rng: np.random.Generator) -> Grid:
 
 def _counts(name: str) -> Grid:
     """[topics, experts], every topic sums to 1; a pick that was never seen counts as a fifth of one."""
-    content = json.loads((files("tided.tide.sim") / "data" / name).read_text())
+    content = json.loads((files("tided.sim") / "data" / name).read_text())
     counts = {key: np.array(value, dtype=np.float64) for key, value in content.items() if key.startswith("counts_")}
     everything = counts.pop("counts_all_topics", None)
     if everything is not None:  # what is not one of the named topics is a broad one of its own
@@ -143,5 +143,5 @@ def _counts(name: str) -> Grid:
 
 def _union_coverage() -> list[float]:
     """[40]: what the most popular quarter of each real layer takes of its picks."""
-    text = (files("tided.tide.sim") / "data" / "ds41_union_layers.csv").read_text()
+    text = (files("tided.sim") / "data" / "ds41_union_layers.csv").read_text()
     return [float(row["top25_cov"]) for row in csv.DictReader(text.splitlines())]

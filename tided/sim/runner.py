@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tided.errors import PairError
+from tided.sim import faults as rig
+from tided.sim.faults import Faults
+from tided.sim.machine import Machine, Ranks
+from tided.sim.policies import Policy
+from tided.sim.trace import Span, Trace
 from tided.tide.planner import Pair
-from tided.tide.sim import faults as rig
-from tided.tide.sim.faults import Faults
-from tided.tide.sim.machine import Machine, Ranks
-from tided.tide.sim.policies import Policy
-from tided.tide.sim.trace import Span, Trace
 
 PREFILL_CHUNK_TOKENS = 128
 STRETCH_TOKENS = 100
@@ -78,7 +78,7 @@ class World:
 
     def move(self, reads: int, faults: Faults) -> None:
         moves = self.policy.moves(reads)
-        if len(moves.load) > reads:
+        if len(moves.load) > reads and not self.policy.paces_itself:
             raise PairError(f"{len(moves.load)} reads, the step is worth {reads}")
         for pair in moves.withdraw:
             self._withdraw(pair)
@@ -118,23 +118,26 @@ class World:
 
 def run(
     trace: Trace, policy: Policy, residents: list[Pair], slots: int, machine: Machine, seed: int,
-    faults: Faults = rig.none, check: bool = False,
+    faults: Faults = rig.none, check: bool = False, rest_s: float = 0.0,
 ) -> Outcome:  # fmt: skip
     """Serves the trace. A step routes by what was published when it began; its reads begin when it is over; what has
-    landed by the end of a step is routable in the next. With `check` the invariants hold after every step, or raise."""
+    landed by the end of a step is routable in the next. With `rest_s` nobody asks for so long behind each request;
+    without, the next one always waits already, and there is no rest. With `check` the invariants hold after every step,
+    or raise."""
     ranks = Ranks(machine, trace.shape.layers * trace.shape.experts, np.random.default_rng([seed, 7]))
     world = World(trace, policy, residents, slots, ranks)
     now_s = credit = 0.0
     missed: list[npt.NDArray[np.float64]] = []
     for span in trace.requests:
-        for first, rows, is_prompt in _steps(span):
+        for first, rows, chunks_left in _steps(span):
+            is_prompt = chunks_left is not None
             picks, weights = trace.flat(first, rows), trace.weight(first, rows)
             if not is_prompt:
                 missed.append((weights * ~world.routable[picks]).sum(axis=1) / trace.shape.layers)
             step_s = rows / machine.prefill_tokens_s if is_prompt else machine.step_s
             now_s += step_s
             world.land(now_s)
-            policy.observe(picks, weights, is_prompt)
+            policy.observe(picks, weights, chunks_left)
             worth = ranks.reads_in(step_s)
             credit = min(credit + worth, max(worth, 1.0))
             reads = max(0, min(int(credit), int(max(worth, 1.0)) - len(world.loading)))
@@ -144,14 +147,32 @@ def run(
                 world.check()
             credit -= world.reads - before
         policy.request_done()
+        if rest_s:
+            now_s = _rest(world, now_s, rest_s, faults)
     return Outcome(np.concatenate(missed), ranks.bytes_read, world.reads, world.failed, _switches(trace))
 
 
-def _steps(span: Span) -> list[tuple[int, int, bool]]:
-    """(first token, tokens, prompt?) of a request's steps."""
+def _rest(world: World, now_s: float, rest_s: float, faults: Faults) -> float:
+    """Nobody asks; the time after it. Who reads only what was missed has nothing to read."""
+    world.policy.rest()
+    end_s = now_s + rest_s
+    while now_s < end_s:
+        if world.policy.paces_itself:
+            world.move(0, faults)
+        now_s = min(end_s, now_s + world.ranks.machine.step_s)
+        world.land(now_s)
+    return now_s
+
+
+def _steps(span: Span) -> list[tuple[int, int, int | None]]:
+    """(first token, tokens, chunks of the prompt that are left; None in the answer) of a request's steps."""
     end = span.first + span.prompt
-    chunks = [(at, min(PREFILL_CHUNK_TOKENS, end - at), True) for at in range(span.first, end, PREFILL_CHUNK_TOKENS)]
-    return chunks + [(at, 1, False) for at in range(end, end + span.answer)]
+    starts = range(span.first, end, PREFILL_CHUNK_TOKENS)
+    chunks = [
+        (at, min(PREFILL_CHUNK_TOKENS, end - at), left)
+        for at, left in zip(starts, reversed(range(len(starts))), strict=True)
+    ]
+    return [*chunks, *((at, 1, None) for at in range(end, end + span.answer))]
 
 
 def _switches(trace: Trace) -> list[int]:

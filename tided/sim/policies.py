@@ -20,19 +20,26 @@ Picks = npt.NDArray[np.int64]  # [rows, picks of a row] as layer * experts + exp
 
 class Policy(Protocol):
     """`observe` every step, in order; then `moves`. `published` and `failed` tell what became of each load; with a load
-    that was a swap's, `published` answers what leaves in the same moment."""
+    that was a swap's, `published` answers what leaves in the same moment. `chunks_left`: how many of the prompt are
+    to come; None in an answer. `rest`: nobody asks for a while. `paces_itself`: the queues of the disks are its limit,
+    and not what a step's disk time is worth."""
 
-    def observe(self, picks: Picks, weights: Floats, is_prompt: bool) -> None: ...
+    paces_itself: bool
+
+    def observe(self, picks: Picks, weights: Floats, chunks_left: int | None) -> None: ...
     def moves(self, reads: int) -> Moves: ...
     def published(self, pair: Pair) -> Pair | None: ...
     def failed(self, pair: Pair) -> None: ...
     def request_done(self) -> None: ...
+    def rest(self) -> None: ...
 
 
 class Static:
     """Keeps what it began with."""
 
-    def observe(self, picks: Picks, weights: Floats, is_prompt: bool) -> None: ...
+    paces_itself = False
+
+    def observe(self, picks: Picks, weights: Floats, chunks_left: int | None) -> None: ...
     def moves(self, reads: int) -> Moves:
         return Moves()
 
@@ -43,10 +50,13 @@ class Static:
         raise AssertionError("nothing was loaded")
 
     def request_done(self) -> None: ...
+    def rest(self) -> None: ...
 
 
 class Demanded:
     """Reads misses; `worth` ranks what is present, the least worth goes first."""
+
+    paces_itself = False
 
     def __init__(self, shape: RouterShape, slots: int, base: Grid, worth: "Callable[[Demanded], Floats]") -> None:
         self.shape, self._worth = shape, worth
@@ -64,7 +74,7 @@ class Demanded:
         self._loading: set[int] = set()
         self._count = self.present.reshape(shape.layers, -1).sum(axis=1)
 
-    def observe(self, picks: Picks, weights: Floats, is_prompt: bool) -> None:
+    def observe(self, picks: Picks, weights: Floats, chunks_left: int | None) -> None:
         for row in picks:
             self.clock += 1
             self.last_use[row] = self.clock
@@ -107,6 +117,7 @@ class Demanded:
         self._loading.remove(pair[0] * self.shape.experts + pair[1])
 
     def request_done(self) -> None: ...
+    def rest(self) -> None: ...
 
     def _may_go(self, victim: int, worth: Floats) -> bool:
         return bool(np.isfinite(worth[victim])) and self._count[victim // self.shape.experts] > self.shape.top_k

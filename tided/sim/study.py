@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from tided.tide.sim.calibration import Likeness, likeness
-from tided.tide.sim.compare import OURS, RIVALS, STATIC, Progress, Table, compare
-from tided.tide.sim.machine import Machine
-from tided.tide.sim.trace import Trace, shuffled
-from tided.tide.sim.traffic import MIXED, SWITCHING, Mix, traffic
+from tided.sim.calibration import Likeness, likeness
+from tided.sim.compare import OURS, RIVALS, STATIC, Progress, Table, compare
+from tided.sim.machine import Machine
+from tided.sim.trace import Trace, shuffled
+from tided.sim.traffic import MIXED, SWITCHING, Mix, traffic
 
 TRAFFICS: dict[str, Mix] = {mix.name: mix for mix in (MIXED, SWITCHING)}
 SHARES = (0.25, 0.40, 0.65)

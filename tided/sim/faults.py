@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tided.tide.sim.machine import Fault
+from tided.sim.machine import Fault
 
 Faults = Callable[[int, int], Fault]  # (number of the read, rank) -> what goes wrong with it
 

@@ -11,7 +11,7 @@ from importlib.resources import files
 import msgspec
 import numpy as np
 
-from tided.tide.sim.trace import Trace
+from tided.sim.trace import Trace
 
 BLOCK_TOKENS = 6
 
@@ -29,7 +29,7 @@ class Likeness(msgspec.Struct, frozen=True):
 
 
 def likeness(trace: Trace, shares: tuple[float, ...] = (0.26, 0.391, 0.521)) -> list[Likeness]:
-    text = (files("tided.tide.sim") / "data" / "ds41_global_budget.csv").read_text()
+    text = (files("tided.sim") / "data" / "ds41_global_budget.csv").read_text()
     union = [row for row in csv.DictReader(text.splitlines()) if row["trace"].startswith("union")]
     result = []
     for share in shares:

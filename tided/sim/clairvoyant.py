@@ -8,15 +8,17 @@ of a run is the best of several. A strong reference, not a proof: greedy choices
 import numpy as np
 import numpy.typing as npt
 
+from tided.sim.policies import Floats, Picks, lowest
+from tided.sim.trace import Trace
 from tided.tide.hot import Moves
 from tided.tide.planner import Pair, boot_set
-from tided.tide.sim.policies import Floats, Picks, lowest
-from tided.tide.sim.trace import Trace
 
 HORIZONS_TOKENS = (60.0, 200.0)
 
 
 class Clairvoyant:
+    paces_itself = False
+
     def __init__(self, trace: Trace, slots: int, horizon_tokens: float) -> None:
         self.shape = trace.shape
         self._future = _future(trace, horizon_tokens)
@@ -28,7 +30,7 @@ class Clairvoyant:
         self._missed: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._loading: set[int] = set()
 
-    def observe(self, picks: Picks, weights: Floats, is_prompt: bool) -> None:
+    def observe(self, picks: Picks, weights: Floats, chunks_left: int | None) -> None:
         self._at += len(picks)
         found = np.unique(picks)
         self._missed = found[~self.present[found]]
@@ -62,6 +64,7 @@ class Clairvoyant:
         self._loading.remove(pair[0] * self.shape.experts + pair[1])
 
     def request_done(self) -> None: ...
+    def rest(self) -> None: ...
 
 
 def _future(trace: Trace, horizon_tokens: float) -> npt.NDArray[np.float32]:

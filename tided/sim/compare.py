@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import numpy as np
 
+from tided.sim.clairvoyant import HORIZONS_TOKENS, Clairvoyant
+from tided.sim.machine import Machine
+from tided.sim.ours import Engine
+from tided.sim.policies import DEMANDED, Demanded, Policy, Static
+from tided.sim.runner import Outcome, run
+from tided.sim.trace import Trace
 from tided.tide.planner import Pair, boot_set
-from tided.tide.sim.clairvoyant import HORIZONS_TOKENS, Clairvoyant
-from tided.tide.sim.machine import Machine
-from tided.tide.sim.ours import Ours, Plans
-from tided.tide.sim.policies import DEMANDED, Demanded, Policy, Static
-from tided.tide.sim.runner import Outcome, run
-from tided.tide.sim.trace import Trace
 
 OURS, PLANS, BOUND, STATIC = "ours", "ours, plans only", "clairvoyant", "static"
 RIVALS = (STATIC, *DEMANDED)
@@ -93,7 +93,7 @@ def _made(policy: str, trace: Trace, slots: int) -> Iterable[tuple[Policy, list[
         demanded = Demanded(trace.shape, slots, trace.base, DEMANDED[policy])
         yield demanded, demanded.residents
     elif policy in (OURS, PLANS):
-        ours = Ours(trace, slots) if policy == OURS else Plans(trace, slots)
+        ours = Engine(trace, slots, has_ring=policy == OURS)
         yield ours, ours.residents
     else:
         raise ValueError(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")

@@ -1,0 +1,67 @@
+"""The moments of requests, told to whom they concern: pilot, hot reads, motion.
+
+Rank 0's ledger calls it while it serves, and the simulator (`tided.sim`) as the ledger would: what a plan is made of,
+and whether one is, stands nowhere else. Beside a ring, plans come from the estimate that hot reads follow, or the two
+would undo each other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from tided.engine.motion import Motion, Moved
+from tided.engine.ports import Pilot
+from tided.tide.pilot import LaneDemand
+from tided.tide.planner import PairSwap
+
+Array = npt.NDArray[Any]
+
+
+class Moments:
+    """counts, mass [layers, experts] and totals [4] are a lane's demand as the pilot takes it, on the host."""
+
+    def __init__(self, motion: Motion, pilot: Pilot) -> None:
+        self._motion, self._pilot = motion, pilot
+        self._prompt_mass: dict[int, Array] = {}  # by lane
+
+    def chunk_done(self, tokens: int, chunks_left: int, demand: Callable[[int], LaneDemand], lane: int) -> None:
+        """`tokens` of a prompt are computed, and it goes on."""
+        self._plan(self._pilot.chunk_done(tokens, chunks_left, demand, lane=lane), "chunk")
+
+    def prompt_done(self, counts: Array, mass: Array, totals: Array, tokens: int, lane: int) -> None:
+        self._prompt_mass[lane] = mass
+        if self._motion.has_ring:
+            self._motion.hot.prompt_done(mass, lane)
+        self._plan(self._pilot.prompt_done(counts, mass, totals, tokens, lane=lane), "prompt")
+
+    def step_done(self, answers: Mapping[int, tuple[int, npt.ArrayLike]], demand: Callable[[int], LaneDemand]) -> None:
+        """Tokens were drawn for answers that go on (`Pilot.step_done`)."""
+        planned = self._pilot.step_done(answers, demand, self._motion.planned > 0)
+        if planned is not None:
+            self._plan(planned.swaps, planned.reason)
+
+    def request_done(self, counts: Array, mass: Array, totals: Array, tokens: int, lane: int) -> None:
+        """The demand is that since `prompt_done`; of an incomplete prompt, all."""
+        self._pilot.request_done(counts, mass, totals, tokens, lane=lane)
+        prompt = self._prompt_mass.pop(lane, None)
+        if self._motion.has_ring:
+            self._motion.hot.request_done(mass if prompt is None else mass + prompt, lane)
+            self._motion.hot.rebase(self._pilot.scores())
+
+    def idle(self) -> None:
+        """Nothing is asked for."""
+        self._plan(self._pilot.idle_plan(self._motion.has_ring), "idle")
+
+    def published(self, moved: Moved) -> None:
+        """A change of the routable set is done on every rank."""
+        if moved.swaps:
+            self._pilot.applied(moved.swaps)
+
+    def _plan(self, swaps: Sequence[PairSwap], reason: str) -> None:
+        pilot, hot = self._pilot, self._motion.hot
+        if swaps and self._motion.has_ring:
+            hot.rebase(pilot.scores())
+            most = len(swaps)
+            swaps = hot.rest_plan(most, pilot.rest_scores()) if reason == "idle" else hot.plan(most, pilot.steadied)
+        self._motion.take_plan(swaps, reason)
