@@ -103,6 +103,7 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
                     pilot,
                     settings.engine.threads,
                     built.reads.about(),
+                    opened.kinds,
                 )
                 _serve(engine, 0, state_dir, loop)
 
@@ -157,7 +158,7 @@ def _history(opened: OpenedModel, state_dir: Path) -> History:
 def _pilot(opened: OpenedModel, history: History) -> Pilot:
     settings, router = opened.settings, _router(opened)
     seed = load_seed(Path(settings.tide.seed), opened.shape.family, router) if settings.tide.seed else None
-    return Pilot(history, seed, settings.tide, router, settings.experts.resident)
+    return Pilot(history, seed, settings.tide, router, settings.experts.resident, opened.kinds)
 
 
 def _router(opened: OpenedModel) -> RouterShape:

@@ -21,20 +21,23 @@ from tided.engine.depth import Depths
 from tided.engine.executor import Executor
 from tided.engine.packing import pack_header
 from tided.engine.scheduler import Limits
+from tided.engine.slots import arena_of
 from tided.errors import ConfigError
-from tided.experts.arena import Arena, Pair
+from tided.experts.arena import Pair
 from tided.experts.bank import ExpertBank
+from tided.experts.checkpoint import Record, sizes_in, source_of
 from tided.experts.fetch import SyncRules, UrgentReads
 from tided.experts.io import IoScheduler
 from tided.experts.pack import PackSource
 from tided.experts.probe import Curve, choose, measure
 from tided.experts.residents import Residents
-from tided.experts.source import CheckpointSource
+from tided.experts.source import RunSource
 from tided.experts.tables import DemandTap, RoutingTables
 from tided.models.base import Model, ModelShape
 from tided.models.families import Family, family_of, open_checkpoint
 from tided.models.parallel import Group
 from tided.settings import Settings
+from tided.tide.kinds import Kinds, kinds_of
 
 log = logging.getLogger("experts")
 
@@ -50,7 +53,16 @@ class OpenedModel:
     checkpoint: Checkpoint
     family: Family
     shape: ModelShape
-    record: ExpertRecord
+    record: Record
+    kinds: Kinds | None = None  # of records that may differ in size
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of a record."""
+        if isinstance(self.record, ExpertRecord):
+            return self.record.slot_bytes
+        assert self.kinds is not None, "records of this kind may differ in size"
+        return self.kinds.nbytes[-1]
 
     @property
     def all_pairs(self) -> list[Pair]:
@@ -83,7 +95,11 @@ def open_model(settings: Settings) -> OpenedModel:
     if settings.vision.rank >= 0 and not family.vision_bytes(checkpoint.config):
         raise ConfigError(f"vision.rank = {settings.vision.rank}: this model has no vision tower", hint="set it to -1")
     record = family.expert_record(checkpoint, settings.parallel.ranks)
-    return OpenedModel(settings, checkpoint, family, shape, record)
+    names = family.expert_names(checkpoint)
+    sizes = sizes_in(checkpoint, names, record, shape.moe_layers, shape.experts_per_layer)
+    spare_slots, ring_slots = settings.experts.spare_slots, settings.tide.hot_ring_slots
+    kinds = None if sizes is None else kinds_of(sizes, spare_slots, ring_slots)
+    return OpenedModel(settings, checkpoint, family, shape, record, kinds)
 
 
 def build_rank(
@@ -97,8 +113,7 @@ def build_rank(
     tables = RoutingTables(shape.moe_layers, shape.experts_per_layer, device)
     lanes, tide = settings.engine.lanes, settings.tide
     tap = DemandTap(lanes, shape.moe_layers, shape.experts_per_layer, device, tide.light_weight)
-    experts = settings.experts
-    arena = Arena(opened.record, experts.resident, experts.spare_slots, device, tide.hot_ring_slots, tide.sync_slots)
+    arena = arena_of(opened, pairs, device)
     reads = ExpertReads.open(opened, group.rank)
     urgent = UrgentReads(arena, tables, reads.io, SyncRules(tide.sync_weight, tide.sync_reads), lanes)
     bank = ExpertBank(opened.record, arena.data, tables, tap, urgent)
@@ -112,11 +127,14 @@ def build_rank(
     return Rank(opened, model, bank, residents, reads, Executor(model, residents, tap, urgent, caching))
 
 
+Source = RunSource | PackSource
+
+
 @dataclass(frozen=True)
 class ExpertReads:
     """Where a rank's expert records come from, and who reads them. `curve`: how the disk answered."""
 
-    source: CheckpointSource | PackSource
+    source: Source
     io: IoScheduler
     curve: Curve
 
@@ -125,7 +143,7 @@ class ExpertReads:
         """Measures the disk. Raises DataError for a pack that is not this checkpoint's, and what a read raises."""
         source, most = open_source(opened, rank), opened.settings.experts.read_threads
         try:
-            curve = measure(source, opened.all_pairs, opened.record.slot_bytes, most)
+            curve = measure(source, opened.all_pairs, opened.largest_bytes, most)
         except BaseException:
             source.close()
             raise
@@ -153,13 +171,13 @@ class ExpertReads:
         self.source.close()
 
 
-def open_source(opened: OpenedModel, rank: int) -> CheckpointSource | PackSource:
+def open_source(opened: OpenedModel, rank: int) -> Source:
     """Both give the same bytes; a pack must be that of this checkpoint, this rank and this cut."""
     checkpoint, experts = opened.checkpoint, opened.settings.experts
     if experts.source == "pack":
         expected = pack_header(checkpoint, opened.family, rank, opened.record.ranks)
         return PackSource(Path(experts.pack_dir), expected, experts.verify_reads)
-    return CheckpointSource(checkpoint, opened.family.expert_names(checkpoint), opened.record, rank)
+    return source_of(checkpoint, opened.family.expert_names(checkpoint), opened.record, rank)
 
 
 def open_caching(opened: OpenedModel, model: Model, folder: Path | None) -> Caching:

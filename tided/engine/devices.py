@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tided.control.memory import available_bytes
+from tided.engine.slots import arena_bytes
 from tided.errors import UnavailableError
 from tided.settings import Parallel, Settings
 
@@ -54,11 +55,10 @@ def _hosts(parallel: Parallel) -> tuple[str, ...]:
 
 def needs(opened: "OpenedModel", rank: int) -> list[Need]:
     """What a rank allocates by its settings, in bytes. Dense weights and what a step needs in passing come on top."""
-    settings, experts, tide = opened.settings, opened.settings.experts, opened.settings.tide
-    slots = experts.resident + experts.spare_slots + tide.hot_ring_slots + tide.sync_slots + 1
+    settings = opened.settings
     context = opened.family.context_bytes(opened.checkpoint.config, settings)
     found = [
-        Need("experts", "experts.resident", slots * opened.record.slot_bytes),
+        Need("experts", "experts.resident", arena_bytes(opened)),
         Need("context", "cache.pool_tokens", context),
     ]
     if drafter := opened.family.drafter_bytes(opened.checkpoint, settings):

@@ -30,6 +30,7 @@ from tided.errors import PairError, TideError
 from tided.tide.demand import RouterShape
 from tided.tide.heat import Weights
 from tided.tide.hot import HotReads
+from tided.tide.kinds import Kinds
 
 Sink = Callable[[Sequence[Event]], None]
 
@@ -58,11 +59,12 @@ class LeaderEngine(Engine):
         pilot: Pilot | None = None,
         threads: int = 1,
         expert_reads: Mapping[str, Any] | None = None,
+        kinds: Kinds | None = None,
     ) -> None:
         super().__init__(executor, on_fault, threads)
         self.expert_reads: Mapping[str, Any] = expert_reads or {}  # where experts come from, for who asks
         limits = scheduler.limits
-        self.motion = Motion(hot_reads(executor, pilot), 1 + link.followers, limits.swaps)
+        self.motion = Motion(hot_reads(executor, pilot, kinds), 1 + link.followers, limits.swaps)
         scheduler.recalls = Recalls(1 + link.followers, self._held_prefixes)
         self.scheduler, self.ledger = scheduler, Ledger(executor, scheduler, self.motion, pilot)
         self._link, self._sink = link, sink
@@ -263,9 +265,10 @@ class LeaderEngine(Engine):
         super()._end(fault)
 
 
-def hot_reads(executor: Executor, pilot: Pilot | None) -> HotReads:
+def hot_reads(executor: Executor, pilot: Pilot | None, kinds: Kinds | None = None) -> HotReads:
     """The policy of what is read while serving, for the residents and the ring that this rank has."""
     shape, residents = executor.model.shape, executor.residents
     router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
     base = pilot.scores() if pilot else np.ones((router.layers, router.experts))
-    return HotReads(router, residents.pairs, residents.ring_slots, pilot.floor if pilot else router.top_k, base)
+    floor = pilot.floor if pilot else router.top_k
+    return HotReads(router, residents.pairs, residents.ring_slots, floor, base, kinds)

@@ -81,7 +81,8 @@ class Motion:
 
     def __init__(self, hot: HotReads, ranks: int, spare: int) -> None:
         self.hot, self.count = hot, HotCount()
-        self._ranks, self._spare = ranks, min(spare, MAX_SWAPS_AT_ONCE)
+        places = (spare,) if hot.kinds is None else hot.kinds.spare
+        self._ranks, self._spare = ranks, [min(most, MAX_SWAPS_AT_ONCE) for most in places]
         self._planned: deque[tuple[PairSwap, Plan]] = deque()
         self._reading: dict[int, _Reading] = {}
         self._tickets = self._clock = 0
@@ -209,16 +210,24 @@ class Motion:
             self.hot.ask_again(pair)
 
     def _begin_swaps(self, change: Change) -> None:
-        under_way = sum(reading.load.out is not None for reading in self._reading.values())
-        left = min(SWAPS_A_STEP, self._spare - under_way)
-        while self._planned and left > 0:
+        room = list(self._spare)
+        for reading in self._reading.values():
+            room[self.hot.kind_of(reading.load.pair)] -= reading.load.out is not None
+        left, later = SWAPS_A_STEP, deque[tuple[PairSwap, Plan]]()
+        while self._planned and left > 0 and any(room):
             (out, in_), plan = self._planned.popleft()
+            kind = self.hot.kind_of(in_)
+            if not room[kind]:
+                later.append(((out, in_), plan))
+                continue
             try:
                 self.hot.swap_begun(out, in_)
             except ValueError:  # overtaken since the plan was made, or left alone
                 continue
             left -= 1
+            room[kind] -= 1
             self._load(change, in_, out, plan)
+        self._planned.extendleft(reversed(later))
 
     def _begin_hot(self, change: Change, moved: Moved) -> None:
         under_way = [reading.step for reading in self._reading.values() if reading.load.out is None]

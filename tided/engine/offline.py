@@ -32,7 +32,8 @@ from tided.profile.schema import KEYS, value_of
 from tided.settings import Cache, Engine, Experts, Parallel, Settings, Vision
 from tided.settings import Model as ModelSettings
 from tided.tide.demand import RouterShape
-from tided.tide.planner import boot_set, first_set
+from tided.tide.kinds import first_scores
+from tided.tide.planner import boot_set, boot_set_of_bytes, first_set
 from tided.tide.seed import load_seed
 
 Numerics = Literal["native", "fp32"]
@@ -132,10 +133,14 @@ def first_pairs(opened: OpenedModel) -> list[Pair]:
     settings, shape = opened.settings, opened.shape
     budget, floor = settings.experts.resident, settings.tide.floor_per_layer or shape.top_k
     try:
-        if not settings.tide.seed:
+        router, kinds = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k), opened.kinds
+        prior = load_seed(Path(settings.tide.seed), shape.family, router).prior if settings.tide.seed else None
+        if kinds is not None:
+            scores = first_scores(router.layers, router.experts) if prior is None else prior
+            return boot_set_of_bytes(scores, kinds.sizes, kinds.budget_bytes(budget), floor)
+        if prior is None:
             return first_set(shape.moe_layers, shape.experts_per_layer, budget, floor)
-        router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
-        return boot_set(load_seed(Path(settings.tide.seed), shape.family, router).prior, budget, floor)
+        return boot_set(prior, budget, floor)
     except ValueError as error:
         raise ConfigError(str(error), where="experts.resident, tide.floor_per_layer") from error
 

@@ -72,19 +72,15 @@ class Arena:
         urgent: int,
     ) -> None:
         self.classes, self._kind_of, self._unit_bytes = tuple(classes), kind_of, unit_bytes
-        begin, largest = 0, max(one.nbytes for one in classes)
-        self._free: list[deque[int]] = []
-        for one in classes:
-            step = one.nbytes // unit_bytes
-            # The slot that was freed first is taken first, on every rank alike: a slot rests as long as it can.
-            self._free.append(deque(range(begin, begin + one.slots * step, step)))
-            begin += one.slots * step
+        largest = max(one.nbytes for one in classes)
+        pool_units, step = sum(one.slots * one.nbytes for one in classes) // unit_bytes, largest // unit_bytes
+        self.urgent = range(pool_units, pool_units + urgent * step, step)
+        self.null = pool_units + urgent * step
+        self.data: Tensor = _zeros(self.null + step, unit_bytes, device)  # first of all: it may be too much
+        # The slot that was freed first is taken first, on every rank alike: a slot rests as long as it can.
+        self._free = [deque(slots) for slots in _slots(self.classes, unit_bytes)]
         self._kind_of_slot = {slot: kind for kind, slots in enumerate(self._free) for slot in slots}
         self.pool = len(self._kind_of_slot)
-        step = largest // unit_bytes
-        self.urgent = range(begin, begin + urgent * step, step)
-        self.null = begin + urgent * step
-        self.data: Tensor = _zeros(self.null + step, unit_bytes, device)
         self._largest_bytes = largest
         self._slot_of: dict[Pair, int] = {}
         self._pair_in: dict[int, Pair] = {}
@@ -204,6 +200,16 @@ class Arena:
             raise PairError("an expert lies in a slot of another size")
         if bool(self._room(self.null).any()):
             raise PairError("the null expert slot was written to")
+
+
+def _slots(classes: Sequence[SlotClass], unit_bytes: int) -> list[range]:
+    """Numbers of each class's slots."""
+    found, begin = [], 0
+    for one in classes:
+        step = one.nbytes // unit_bytes
+        found.append(range(begin, begin + one.slots * step, step))
+        begin += one.slots * step
+    return found
 
 
 class _Staging(threading.local):

@@ -5,11 +5,11 @@ from typing import Any, Protocol
 
 import torch
 
-from kernels.record import ExpertRecord
 from packers.overlay import Overlay
 from packers.shards import Checkpoint
 from tided.errors import DataError
 from tided.experts.bank import ExpertBank
+from tided.experts.checkpoint import Record
 from tided.models.base import Model, ModelShape
 from tided.models.deepseek_v41.family import DeepseekV41Family
 from tided.models.glm53.family import Glm53Family
@@ -25,12 +25,13 @@ class Family(Protocol):
 
     def shape(self, config: dict[str, Any]) -> ModelShape: ...
 
-    def expert_record(self, checkpoint: Checkpoint, ranks: int) -> ExpertRecord:
+    def expert_record(self, checkpoint: Checkpoint, ranks: int) -> Record:
         """As the experts are stored. Raises ConfigError when `ranks` cannot share one."""
         ...
 
     def expert_names(self, checkpoint: Checkpoint) -> Callable[[int, int], tuple[str, ...]]:
-        """(MoE layer, expert) -> the tensor names in the order of a record's parts."""
+        """(MoE layer, expert) -> the tensor names in the order of a record's parts; of EXL3 experts the names of gate,
+        up and down."""
         ...
 
     def context_bytes(self, config: dict[str, Any], settings: Settings) -> int:

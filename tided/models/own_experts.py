@@ -1,24 +1,29 @@
 """Experts that are always here: those of a drafter, in memory of their own, outside the arena and never counted."""
 
+from itertools import accumulate
+
 import torch
 
-from kernels.record import ExpertRecord
+from kernels.record import PAGE_BYTES
 from tided.experts.bank import ExpertBank
-from tided.experts.source import CheckpointSource
+from tided.experts.checkpoint import Record
+from tided.experts.source import RunSource
 from tided.experts.tables import DemandTap, RoutingTables
 
 
-def resident_bank(
-    source: CheckpointSource, record: ExpertRecord, layers: int, experts: int, device: torch.device
-) -> ExpertBank:
+def resident_bank(source: RunSource, record: Record, layers: int, experts: int, device: torch.device) -> ExpertBank:
     """All experts of `layers` layers, read and published; `source` is closed."""
-    slots = torch.zeros(layers * experts, record.slot_bytes, dtype=torch.uint8)
+    pairs = [divmod(number, experts) for number in range(layers * experts)]
+    sizes = [source.slot_bytes(*pair) for pair in pairs]
+    unit = sizes[0] if len(set(sizes)) == 1 else PAGE_BYTES
+    slots = list(accumulate((size // unit for size in sizes), initial=0))
+    data = torch.zeros(slots.pop(), unit, dtype=torch.uint8)
     tables, tap = RoutingTables(layers, experts, device), DemandTap(1, layers, experts, device)
     tap.enabled = False
     try:
-        for slot in range(len(slots)):
-            source.read(*divmod(slot, experts), slots[slot].numpy().data)
+        for pair, slot, size in zip(pairs, slots, sizes, strict=True):
+            source.read(*pair, data.view(-1)[slot * unit :][:size].numpy().data)
     finally:
         source.close()
-    tables.change({divmod(slot, experts): slot for slot in range(len(slots))})
-    return ExpertBank(record, slots.to(device), tables, tap)
+    tables.change(dict(zip(pairs, slots, strict=True)))
+    return ExpertBank(record, data.to(device), tables, tap)

@@ -38,6 +38,7 @@ import numpy.typing as npt
 from tided.tide.demand import Grid, RouterShape
 from tided.tide.heat import Heat, Indices, Weights
 from tided.tide.kin import Kin
+from tided.tide.kinds import Kinds
 from tided.tide.planner import Pair, PairSwap, swap_plan
 
 MARGIN = 1.2  # a newcomer must be expected to carry so many times what its victim carries
@@ -56,10 +57,22 @@ class Moves:
 
 
 class HotReads:
-    """`residents`, and a ring of `ring_slots` more; `floor` residents a layer are always left. One thread uses it."""
+    """`residents`, and a ring of `ring_slots` more; `floor` residents a layer are always left. Where records differ in
+    size (`kinds`), each kind has a part of the ring, and all exchanges are within it. One thread uses it."""
 
-    def __init__(self, shape: RouterShape, residents: Iterable[Pair], ring_slots: int, floor: int, base: Grid) -> None:
+    def __init__(
+        self,
+        shape: RouterShape,
+        residents: Iterable[Pair],
+        ring_slots: int,
+        floor: int,
+        base: Grid,
+        kinds: Kinds | None = None,
+    ) -> None:
         self.shape, self.ring_slots, self.floor = shape, ring_slots, floor
+        self.kinds = kinds
+        self._kind: Indices = np.zeros(shape.layers * shape.experts, np.int64) if kinds is None else kinds.of.ravel()
+        self._places = (ring_slots,) if kinds is None else kinds.ring
         self.heat, self.kin = Heat(shape, base), Kin(shape, base)
         self._resident: npt.NDArray[np.bool_] = np.zeros(shape.layers * shape.experts, dtype=bool)
         self._resident[[self._index(pair) for pair in residents]] = True
@@ -113,6 +126,9 @@ class HotReads:
         if mass.any():
             self.kin.remember(mass)
 
+    def kind_of(self, pair: Pair) -> int:
+        return int(self._kind[self._index(pair)])
+
     def scores(self) -> Grid:
         """[layers, experts]: the expected routing weight of every pair; each layer sums to about 1."""
         grid: Grid = self.heat.expected.reshape(self.shape.layers, self.shape.experts)
@@ -132,22 +148,29 @@ class HotReads:
         worth = scores.ravel().copy()
         worth[sorted(self._ring | self._loading | self._arriving | self._alone)] = 0.0
         worth[sorted(self._leaving)] = 1.0
-        return swap_plan(worth.reshape(scores.shape), self.residents, self.floor, max_swaps, least)
+        of = None if self.kinds is None else self.kinds.of
+        return swap_plan(worth.reshape(scores.shape), self.residents, self.floor, max_swaps, least, of)
 
     def moves(self, reads: int) -> Moves:
         """At most `reads` reads, the most wanted first, each with the slot that it takes."""
         moves, expected = Moves(), self.heat.expected
-        free = self.ring_slots - len(self._ring) - len(self._loading)
-        victims = iter(self._victims(2 * reads))
+        held = np.bincount(self._kind[sorted(self._ring | self._loading)], minlength=len(self._places))
+        free = [places - int(taken) for places, taken in zip(self._places, held, strict=True)]
+        victims = [iter(self._victims(2 * reads, kind)) for kind in range(len(free))]
+        full = set[int]()  # kinds of which nothing gives way any more
         least = MIN_GAIN * float(expected.mean())
         for newcomer in self._wanted(reads):
             worth = float(expected[newcomer] - least)
             if worth <= 0:
                 break
-            if free:
-                free -= 1
-            elif not self._make_room(moves, victims, worth / MARGIN):
-                break
+            kind = int(self._kind[newcomer])
+            if kind in full:
+                continue
+            if free[kind]:
+                free[kind] -= 1
+            elif not self._make_room(moves, victims[kind], worth / MARGIN):
+                full.add(kind)
+                continue
             self._loading.add(newcomer)
             moves.load.append(self._pair(newcomer))
         return moves
@@ -212,7 +235,8 @@ class HotReads:
         """The ring entry to take a resident's place: the most wanted that the floor of the victim's layer allows."""
         layer, experts = victim // self.shape.experts, self.shape.experts
         above = self._sure[layer] > self.floor
-        allowed = [entry for entry in self._ring if above or entry // experts == layer]
+        alike = (entry for entry in self._ring if self._kind[entry] == self._kind[victim])
+        allowed = [entry for entry in alike if above or entry // experts == layer]
         return max(allowed, key=lambda entry: (self.heat.expected[entry], -entry), default=None)
 
     def _promote(self, out: int, entry: int) -> None:
@@ -230,10 +254,12 @@ class HotReads:
         absent[list(self._ring | self._loading | self._arriving | self._alone)] = False
         return _first(np.where(absent, -self.heat.expected, np.inf), count)
 
-    def _victims(self, count: int) -> list[int]:
-        """The least wanted of ring and residents, the least wanted first, without those used in the last step."""
+    def _victims(self, count: int, kind: int) -> list[int]:
+        """The least wanted of ring and residents of a kind, the least wanted first, without those used in the last
+        step."""
         present = self._resident.copy()
         present[list(self._ring)] = True
+        present &= self._kind == kind
         present[list(self._leaving)] = False
         present[self._used] = False
         return _first(np.where(present, self.heat.expected, np.inf), count)

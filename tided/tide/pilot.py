@@ -39,7 +39,17 @@ from tided.tide.demand import (
     vote_of,
 )
 from tided.tide.history import History
-from tided.tide.planner import Pair, PairSwap, boot_set, check_budget, first_set, swap_plan
+from tided.tide.kinds import Kinds
+from tided.tide.planner import (
+    Pair,
+    PairSwap,
+    Sizes,
+    boot_set,
+    boot_set_of_bytes,
+    check_budget,
+    first_set,
+    swap_plan,
+)
 from tided.tide.rest import REQUESTS, cases, rest_scores
 from tided.tide.seed import Seed, layered_set
 from tided.tide.windows import Due, Windows
@@ -106,10 +116,19 @@ class _Request:
 
 
 class Pilot:
-    """`budget` pairs are resident. counts, mass [layers, experts] and totals [4] are what `DemandTap.take` gives, on
-    CPU: picks and scores of newly computed tokens of one lane."""
+    """`budget` pairs are resident; where records differ in size (`kinds`), what the bytes of so many mean ones hold.
+    counts, mass [layers, experts] and totals [4] are what `DemandTap.take` gives, on CPU: picks and scores of newly
+    computed tokens of one lane."""
 
-    def __init__(self, history: History, seed: Seed | None, settings: Tide, shape: RouterShape, budget: int) -> None:
+    def __init__(
+        self,
+        history: History,
+        seed: Seed | None,
+        settings: Tide,
+        shape: RouterShape,
+        budget: int,
+        kinds: Kinds | None = None,
+    ) -> None:
         self.history, self.seed, self.settings, self.shape = history, seed, settings, shape
         self.sensitivity = sensitivity_of(settings.sensitivity)
         self.floor = settings.floor_per_layer or shape.top_k
@@ -128,12 +147,14 @@ class Pilot:
         self._requests_since_plan = 0
         self._last = Picks()  # of the newest request that ended
         self._recent: deque[Grid] = deque(maxlen=REQUESTS)  # what the last ones wanted, each by itself
+        self.kinds = kinds
         self._check(budget)
         self._ties = self._tie_breaks(budget)
         self._residents = set(self._first_residents(budget))
         log.info(
             "plan at boot: %d experts, of which a history of %d requests weighs %.2f",
-            budget, history.demand.requests, float(observed_weight(history.demand, settings.prior_votes).mean()),
+            len(self._residents), history.demand.requests,
+            float(observed_weight(history.demand, settings.prior_votes).mean()),
         )  # fmt: skip
 
     @property
@@ -261,7 +282,7 @@ class Pilot:
         self._requests_since_plan = 0
         scores = self.rest_scores() + self._ties
         least = REST_GAIN * float(scores.mean())
-        return swap_plan(scores, self._residents, self.floor, self.settings.max_swaps, least)
+        return swap_plan(scores, self._residents, self.floor, self.settings.max_swaps, least, self._kind_of())
 
     def _plan(self, cause: str, miss_rate: float, cap: int | None = None) -> list[PairSwap]:
         self._requests_since_plan = 0
@@ -269,7 +290,7 @@ class Pilot:
             return []
         scores = self.scores()
         least, most = MIN_GAIN * float(scores.mean()), self.settings.max_swaps if cap is None else cap
-        plan = swap_plan(self.steadied(scores), self._residents, self.floor, most, least)
+        plan = swap_plan(self.steadied(scores), self._residents, self.floor, most, least, self._kind_of())
         if plan:
             weight = float(observed_weight(self.history.demand, self.settings.prior_votes).mean())
             log.info(
@@ -311,8 +332,17 @@ class Pilot:
         except ValueError as e:
             raise PairError(f"the router's demand is not usable: {e}") from e
 
+    def _kind_of(self) -> Sizes | None:
+        return None if self.kinds is None else self.kinds.of
+
     def _first_residents(self, budget: int) -> list[Pair]:
-        return boot_set(self.scores() + self._ties, budget, self.floor)
+        scores, kinds = self.scores() + self._ties, self.kinds
+        if kinds is None:
+            return boot_set(scores, budget, self.floor)
+        try:
+            return boot_set_of_bytes(scores, kinds.sizes, kinds.budget_bytes(budget), self.floor)
+        except ValueError as e:
+            raise ConfigError(str(e), where="[experts] resident") from e
 
     def _tie_breaks(self, budget: int) -> Grid:
         """[layers, experts]: too little to count against anything learned, and enough to rank pairs that are not told

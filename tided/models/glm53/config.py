@@ -58,7 +58,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     tie_word_embeddings: bool = False
     eos_token_id: tuple[int, ...]
-    pad_token_id: int
+    pad_token_id: int = 0
 
     @property
     def moe_layers(self) -> int:

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from kernels.record import ExpertRecord
 from packers.overlay import Overlay
 from packers.shards import Checkpoint
 from tided.errors import ConfigError
 from tided.experts.bank import ExpertBank
+from tided.experts.checkpoint import Record
 from tided.models.glm53 import load
 from tided.models.glm53.config import read_config
 from tided.models.glm53.model import Glm53
@@ -24,7 +24,7 @@ class Glm53Family:
     def shape(self, config: dict[str, Any]) -> Shape:
         return load.shape_of(read_config(config))
 
-    def expert_record(self, checkpoint: Checkpoint, ranks: int) -> ExpertRecord:
+    def expert_record(self, checkpoint: Checkpoint, ranks: int) -> Record:
         c = read_config(checkpoint.config)
         return load.expert_record(checkpoint, c, ranks, c.first_k_dense_replace)
 

@@ -6,14 +6,16 @@ from dataclasses import replace
 import msgspec
 import torch
 
+from kernels.exl3_record import Exl3Record
 from kernels.numerics import FP32, WEIGHTS_ONLY, Numerics
 from kernels.record import Codec, ExpertRecord
+from packers.exl3 import refuse_exports
 from packers.shards import Checkpoint, TensorSpec
 from tided.cache.context import ContextShape
 from tided.cache.pool import PAGE_TOKENS, Layout, Pool, Source
 from tided.errors import ConfigError, DataError, TensorError
 from tided.experts.bank import ExpertBank
-from tided.experts.source import CheckpointSource
+from tided.experts.checkpoint import Record, source_of
 from tided.models.glm53.block import load_block
 from tided.models.glm53.config import Config, read_config
 from tided.models.glm53.drafter import CHAIN, STATES, load_drafter
@@ -76,7 +78,8 @@ def drafter_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
         for name, (rows, columns) in linears(c).items()
         if name.startswith(at)
     )
-    experts = c.n_routed_experts * expert_record(checkpoint, c, ranks, layer).slot_bytes
+    source = source_of(checkpoint, expert_names(checkpoint, c, layer), expert_record(checkpoint, c, ranks, layer), 0)
+    experts = sum(source.slot_bytes(0, number) for number in range(c.n_routed_experts))
     return experts + values * torch.float32.itemsize
 
 
@@ -118,7 +121,7 @@ def _with_drafter(model: Glm53, weights: Weights, c: Config, draft: str) -> Glm5
     _require_drafter(c)
     record = expert_record(weights.checkpoint, c, weights.group.ranks, c.num_hidden_layers)
     names = expert_names(weights.checkpoint, c, c.num_hidden_layers)
-    source = CheckpointSource(weights.checkpoint, names, record, weights.group.rank)
+    source = source_of(weights.checkpoint, names, record, weights.group.rank)
     bank = resident_bank(source, record, 1, c.n_routed_experts, weights.device)
     size = int(draft) if draft.isdigit() else CHAIN
     drafter = load_drafter(
@@ -178,20 +181,24 @@ def expert_layout(checkpoint: Checkpoint, c: Config, layer: int) -> LinearLayout
 def expert_names(checkpoint: Checkpoint, c: Config, first: int) -> Callable[[int, int], tuple[str, ...]]:
     """(layer behind `first`, expert) -> its tensors in the order of a record's parts."""
     layout = expert_layout(checkpoint, c, first)
-    return routed_expert_names(first, tuple(layout.leaves))
+    return routed_expert_names(first, () if layout.kind == "exl3" else tuple(layout.leaves))
 
 
-def expert_record(checkpoint: Checkpoint, c: Config, ranks: int, layer: int) -> ExpertRecord:
+def expert_record(checkpoint: Checkpoint, c: Config, ranks: int, layer: int) -> Record:
     """Of the experts of a layer of the file."""
     layout = expert_layout(checkpoint, c, layer)
-    if layout.kind not in ("mxfp4", "plain"):
+    if layout.kind == "exl3":
+        refuse_exports(checkpoint)
+    elif layout.kind not in ("mxfp4", "plain"):
         raise DataError(
             f"routed experts in {layout.kind.upper()} are not served",
             where=str(checkpoint.path),
-            hint="serve a release whose experts are MXFP4 or BF16",
+            hint="serve a release whose experts are MXFP4, EXL3 or BF16",
         )
     codec: Codec = "mxfp4" if layout.kind == "mxfp4" else "bf16"
     try:
+        if layout.kind == "exl3":
+            return Exl3Record(c.hidden_size, c.moe_intermediate_size, ranks)
         return ExpertRecord(c.hidden_size, c.moe_intermediate_size, ranks, codec)
     except ValueError as e:
         raise ConfigError(str(e), hint="choose fewer ranks") from e

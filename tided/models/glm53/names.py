@@ -99,9 +99,10 @@ def experts_of(c: Config, layer: int) -> Linears:
 
 
 def routed_expert_names(first: int, leaves: tuple[str, ...]) -> Callable[[int, int], tuple[str, ...]]:
-    """(layer behind `first`, expert) -> all gate, up, down of a leaf, leaf by leaf."""
+    """(layer behind `first`, expert) -> all gate, up, down of a leaf, leaf by leaf; without leaves the three alone."""
+    ends = [f".{leaf}" for leaf in leaves] or [""]
     return lambda layer, number: tuple(
-        f"{expert(first + layer, number)}.{part}.{leaf}" for leaf in leaves for part in PROJECTIONS
+        f"{expert(first + layer, number)}.{part}{end}" for end in ends for part in PROJECTIONS
     )
 
 

@@ -1,0 +1,53 @@
+"""Pairs by the size of their records. A slot of memory is of one size, so what is exchanged is exchanged for its own
+kind; how many slots each kind has is settled when the memory is laid out."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tided.tide.demand import Grid
+from tided.tide.planner import Sizes
+
+
+class Kinds(NamedTuple):
+    """`of` [layers, experts]: which kind a pair is. By kind, the smallest first: bytes of a record, swaps that are read
+    at once, slots of the hot ring."""
+
+    of: npt.NDArray[np.int64]
+    nbytes: tuple[int, ...]
+    spare: tuple[int, ...]
+    ring: tuple[int, ...]
+
+    @property
+    def sizes(self) -> Sizes:
+        """[layers, experts] bytes of every record."""
+        return np.array(self.nbytes, dtype=np.int64)[self.of]
+
+    def budget_bytes(self, resident: int) -> int:
+        """What `resident` records of the mean size take."""
+        return int(self.sizes.sum()) * resident // self.of.size
+
+
+def kinds_of(sizes: Sizes, spare_slots: int, ring_slots: int) -> Kinds:
+    """sizes [layers, experts] bytes of every record."""
+    nbytes, of = np.unique(sizes, return_inverse=True)
+    pairs = np.bincount(of.ravel()).tolist()
+    kinds = of.reshape(sizes.shape).astype(np.int64), tuple(int(one) for one in nbytes)
+    return Kinds(*kinds, _shares(spare_slots, pairs), _shares(ring_slots, pairs))
+
+
+def _shares(slots: int, pairs: Sequence[int]) -> tuple[int, ...]:
+    """`slots` shared out like the pairs of all kinds; where there are any, each kind has one at least."""
+    exact = slots * np.array(pairs) / sum(pairs)
+    whole = np.floor(exact).astype(np.int64)
+    whole[np.argsort(whole - exact, kind="stable")[: slots - int(whole.sum())]] += 1
+    return tuple(int(max(share, min(slots, 1))) for share in whole)
+
+
+def first_scores(layers: int, experts: int) -> Grid:
+    """What is kept when nothing at all is known: the first experts of each layer, as many in one as in another."""
+    falling = 1.0 / (1.0 + np.arange(experts))
+    scores: Grid = np.tile(falling / falling.sum(), (layers, 1))
+    return scores
