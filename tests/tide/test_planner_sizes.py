@@ -38,6 +38,57 @@ def test_a_swap_exchanges_records_of_one_size_keeps_the_floors_and_gains(problem
     assert plan == swap_plan(scores, residents[::-1], floor, cap, 0.0, sizes)
 
 
+def by_definition(scores, residents, floor, cap, min_gain, sizes):
+    """The plan, looked for among all residents at each newcomer."""
+    resident, flat = set(residents), lambda pair: float(scores[pair])
+    kept = Counter(int(sizes[pair]) for pair in resident)
+    best = set()
+    if len(set(sizes.ravel().tolist())) == 1:
+        best = set(boot_set(scores, len(resident), floor))
+    else:
+        ranked = sorted(np.ndindex(scores.shape), key=lambda pair: (-flat(pair), pair))
+        for size, count in kept.items():
+            best |= set([pair for pair in ranked if sizes[pair] == size][:count])
+    plan, leavers = [], resident - best
+    for in_ in sorted(best - resident, key=lambda pair: (-flat(pair), pair)):
+        above = counts(resident, len(scores))
+        may = [p for p in leavers if sizes[p] == sizes[in_] and (p[0] == in_[0] or above[p[0]] > floor)]
+        out = min(may, key=lambda pair: (flat(pair), tuple(-part for part in pair)), default=None)
+        if len(plan) < cap and out is not None and flat(in_) - flat(out) > min_gain:
+            plan.append((out, in_))
+            leavers.remove(out)
+            resident = resident - {out} | {in_}
+    return plan
+
+
+@settings(max_examples=400, deadline=None)
+@given(sized(), st.integers(0, 40), st.sampled_from([0.0, 0.02]), st.booleans())
+def test_every_newcomer_takes_the_cheapest_that_may_leave_then(problem, cap, min_gain, of_one_size):
+    scores, sizes, residents, floor = problem
+    sizes = np.full_like(sizes, 7) if of_one_size else sizes
+    plan = by_definition(scores, residents, floor, cap, min_gain, sizes)
+    assert swap_plan(scores, residents, floor, cap, min_gain, sizes) == plan
+    mask = np.zeros(scores.shape, dtype=bool)
+    for pair in residents:
+        mask[pair] = True
+    before = mask.copy()
+    assert swap_plan(scores, mask.ravel(), floor, cap, min_gain, sizes) == plan
+    assert (mask == before).all()
+
+
+def test_a_layer_that_somebody_came_to_may_give_from_then_on():
+    scores = np.array([[0.05, 0.4, 0.5, 0.0], [0.01, 0.41, 0.42, 0.07], [0.001, 0.43, 0.06, 0.0]])
+    residents = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]  # two of layers 0 and 2, which is their floor
+    plan = [((1, 0), (0, 2)), ((0, 0), (1, 3)), ((2, 0), (2, 2))]
+    assert swap_plan(scores, residents, 2, 9, 0.0) == plan
+    assert by_definition(scores, residents, 2, 9, 0.0, np.ones(scores.shape)) == plan
+
+
+def test_a_set_below_its_floors_is_refused():
+    with pytest.raises(ValueError, match="fewer than 2 residents already"):
+        swap_plan(np.full((2, 4), 0.25), [(0, 0), (0, 1), (0, 2), (1, 0)], 2, 5, 0.0)
+
+
 @settings(max_examples=100, deadline=None)
 @given(sized())
 def test_of_each_size_the_most_wanted_stay_where_no_floor_holds_them(problem):

@@ -85,7 +85,7 @@ def first_set(layers: int, experts: int, budget: int, floor: int) -> list[Pair]:
 
 def swap_plan(
     scores: Scores,
-    residents: Iterable[Pair],
+    residents: Iterable[Pair] | Mask,
     floor: int,
     max_swaps: int,
     min_gain: float,
@@ -99,24 +99,79 @@ def swap_plan(
     wanted) can only trade inside their own layers, which unlocks no other: one pass leaves nothing for a second, unless
     `max_swaps` cut it.
     """
-    layers, experts = _checked(scores).shape
-    pairs = np.fromiter(chain.from_iterable(residents), dtype=np.int64).reshape(-1, 2)
-    resident = np.zeros((layers, experts), dtype=bool)
-    resident[pairs[:, 0], pairs[:, 1]] = True
+    experts = _checked(scores).shape[1]
+    resident = _mask(residents, scores.shape)
+    if (resident.sum(axis=1) < floor).any():
+        raise ValueError(f"a layer has fewer than {floor} residents already")
     kind = np.zeros(scores.size, dtype=np.int64) if sizes is None else np.unique(sizes, return_inverse=True)[1].ravel()
     best = _best(scores, int(resident.sum()), floor) if kind.max() == 0 else _best_by_kind(scores, resident, kind)
-    leavers = _Leavers(scores, resident, best, floor, kind)
     flat = scores.ravel()
     newcomers = np.flatnonzero((best & ~resident).ravel())
-    plan: list[PairSwap] = []
-    for newcomer in newcomers[np.argsort(-flat[newcomers], kind="stable")].tolist():
-        if len(plan) >= max_swaps:
-            break
-        leaver = leavers.cheapest(newcomer)
-        if leaver is not None and flat[newcomer] - flat[leaver] > min_gain:
-            leavers.swap(leaver, newcomer // experts)
-            plan.append((divmod(leaver, experts), divmod(newcomer, experts)))
+    newcomers = newcomers[np.argsort(-flat[newcomers], kind="stable")]
+    out, in_, done = _unhindered(flat, resident, best, newcomers, kind, floor, min_gain)
+    plan = list(zip(_pairs(out[:max_swaps], experts), _pairs(in_[:max_swaps], experts), strict=True))
+    if len(plan) < max_swaps and done < len(newcomers):
+        resident.ravel()[out], resident.ravel()[in_] = False, True
+        leavers = _Leavers(scores, resident, best, floor, kind)
+        for newcomer in newcomers[done:].tolist():
+            if len(plan) >= max_swaps:
+                break
+            leaver = leavers.cheapest(newcomer)
+            if leaver is not None and flat[newcomer] - flat[leaver] > min_gain:
+                leavers.swap(leaver, newcomer // experts)
+                plan.append((divmod(leaver, experts), divmod(newcomer, experts)))
     return plan
+
+
+def _mask(residents: Iterable[Pair] | Mask, shape: tuple[int, ...]) -> Mask:
+    """[layers, experts], the caller's own."""
+    if isinstance(residents, np.ndarray):
+        return residents.reshape(shape).copy()
+    pairs = np.fromiter(chain.from_iterable(residents), dtype=np.int64).reshape(-1, 2)
+    resident = np.zeros(shape, dtype=bool)
+    resident[pairs[:, 0], pairs[:, 1]] = True
+    return resident
+
+
+def _pairs(indices: Sizes, experts: int) -> list[Pair]:
+    layers, of_layer = np.divmod(indices, experts)
+    return list(zip(layers.tolist(), of_layer.tolist(), strict=True))
+
+
+def _unhindered(
+    flat: Scores, resident: Mask, best: Mask, newcomers: Sizes, kind: Sizes, floor: int, min_gain: float
+) -> tuple[Sizes, Sizes, int]:
+    """The plan for as long as no floor is in the way, which is mostly all of it: of each size, the cheapest leaver for
+    the most wanted newcomer, the next for the next. (leavers, newcomers, newcomers that were decided on)."""
+    layers, experts = resident.shape
+    leavers = _by_cost(flat, resident, best)
+    partner = np.full(len(newcomers), -1, dtype=np.int64)
+    for one in range(int(kind.max()) + 1):
+        mine, theirs = np.flatnonzero(kind[newcomers] == one), leavers[kind[leavers] == one]
+        both = min(len(mine), len(theirs))
+        partner[mine[:both]] = theirs[:both]
+    gain = np.where(partner >= 0, flat[newcomers] - flat[partner], -np.inf)
+    at = np.flatnonzero(gain > min_gain)  # of each size the first ones: gains only fall
+    out, in_ = partner[at], newcomers[at]
+    from_, to = out // experts, in_ // experts
+    step = np.arange(len(at))
+    moves = np.zeros((len(at) + 1, layers), dtype=np.int32)
+    np.add.at(moves, (step + 1, to), 1)
+    np.subtract.at(moves, (step + 1, from_), 1)
+    above = (resident.sum(axis=1) - floor + np.cumsum(moves, axis=0))[step, from_]
+    stuck = np.flatnonzero((above <= 0) & (from_ != to))
+    if len(stuck):
+        first = int(stuck[0])
+        return out[:first], in_[:first], int(at[first])
+    return out, in_, len(newcomers)
+
+
+def _by_cost(flat: Scores, resident: Mask, best: Mask) -> Sizes:
+    """Residents outside the best set, the cheapest first; among equals the highest pair, which `boot_set` would have
+    taken last."""
+    leavers = np.flatnonzero((resident & ~best).ravel())[::-1]
+    ordered: Sizes = leavers[np.argsort(flat[leavers], kind="stable")]
+    return ordered
 
 
 def _best_by_kind(scores: Scores, resident: Mask, kind: Sizes) -> Mask:
@@ -129,60 +184,58 @@ def _best_by_kind(scores: Scores, resident: Mask, kind: Sizes) -> Mask:
 
 
 class _Leavers:
-    """Residents outside the best set, as layer * experts + expert, by record size, layer and score. `_open` holds the
-    cheapest of each layer above its floor, and some that have left since, which are thrown away when they come up."""
+    """Residents outside the best set where floors are in the way: by record size and layer as places in the order of
+    their cost, the cheapest last. `_open` holds the cheapest of each layer above its floor, once, and some that have
+    left or may not leave any more, which are thrown away when they come up."""
 
     def __init__(self, scores: Scores, resident: Mask, best: Mask, floor: int, kind: Sizes) -> None:
         layers, self._experts = scores.shape
-        self._scores, self._kind = scores.ravel(), kind
         self._above_floor: list[int] = (resident.sum(axis=1) - floor).tolist()
-        if min(self._above_floor) < 0:
-            raise ValueError(f"a layer has fewer than {floor} residents already")
-        kinds = range(int(kind.max()) + 1)
-        self._by_layer: list[list[list[int]]] = [[[] for _ in range(layers)] for _ in kinds]
-        # The cheapest last; among equals the highest pair, which `boot_set` would have taken last.
-        leavers = np.flatnonzero((resident & ~best).ravel())
-        for leaver in leavers[np.argsort(-self._scores[leavers], kind="stable")].tolist():
-            self._by_layer[kind[leaver]][leaver // self._experts].append(leaver)
-        self._open: list[list[tuple[float, int]]] = [[] for _ in kinds]
+        leavers = _by_cost(scores.ravel(), resident, best)
+        self._pair: list[int] = leavers.tolist()
+        self._kind = kind
+        self._layer = (leavers // self._experts).tolist()
+        self._kinds = range(int(kind.max()) + 1)
+        self._by_layer: list[list[list[int]]] = [[[] for _ in range(layers)] for _ in self._kinds]
+        for place in reversed(range(len(leavers))):
+            self._by_layer[int(kind[leavers[place]])][self._layer[place]].append(place)
+        self._open: list[list[int]] = [[] for _ in self._kinds]
         for layer in range(layers):
-            self._offer(layer)
+            self._opened(layer)
+        self._chosen = (0, 0)  # kind and place of the one that `cheapest` told last
 
     def cheapest(self, newcomer: int) -> int | None:
         kind = int(self._kind[newcomer])
-        of_layer = self._by_layer[kind][newcomer // self._experts]
-        own, other = of_layer[-1] if of_layer else None, self._cheapest_open(kind)
-        if own is None or other is None:
-            return own if other is None else other
-        cheapest: int = min(own, other, key=self._cost)
-        return cheapest
+        of_layer, heap = self._by_layer[kind][newcomer // self._experts], self._open[kind]
+        while heap and not self._may_leave(kind, heap[0]):
+            heapq.heappop(heap)
+        place: int = min(of_layer[-1:] + heap[:1], default=-1)
+        self._chosen = kind, place
+        return None if place < 0 else self._pair[place]
 
     def swap(self, leaver: int, to_layer: int) -> None:
-        layer = leaver // self._experts
-        self._by_layer[self._kind[leaver]][layer].pop()
+        """`leaver` is the one that `cheapest` told last."""
+        kind, place = self._chosen
+        layer = self._layer[place]
+        of_layer = self._by_layer[kind][layer]
+        of_layer.pop()
         self._above_floor[layer] -= 1
+        if self._above_floor[layer] > 0 and of_layer:
+            heapq.heappush(self._open[kind], of_layer[-1])
         self._above_floor[to_layer] += 1
-        self._offer(layer)
-        self._offer(to_layer)
+        if self._above_floor[to_layer] == 1:
+            self._opened(to_layer)
 
-    def _cost(self, pair: int) -> tuple[float, int]:
-        return (float(self._scores[pair]), -pair)
-
-    def _offer(self, layer: int) -> None:
+    def _opened(self, layer: int) -> None:
+        """The layer has come above its floor."""
         if self._above_floor[layer] > 0:
-            for by_layer, heap in zip(self._by_layer, self._open, strict=True):
-                if by_layer[layer]:
-                    heapq.heappush(heap, self._cost(by_layer[layer][-1]))
+            for kind in self._kinds:
+                if self._by_layer[kind][layer]:
+                    heapq.heappush(self._open[kind], self._by_layer[kind][layer][-1])
 
-    def _cheapest_open(self, kind: int) -> int | None:
-        heap = self._open[kind]
-        while heap:
-            pair = -heap[0][1]
-            layer = pair // self._experts
-            if self._above_floor[layer] > 0 and self._by_layer[kind][layer][-1:] == [pair]:
-                return pair
-            heapq.heappop(heap)
-        return None
+    def _may_leave(self, kind: int, place: int) -> bool:
+        layer = self._layer[place]
+        return self._above_floor[layer] > 0 and self._by_layer[kind][layer][-1:] == [place]
 
 
 def _checked(scores: Scores) -> Scores:
