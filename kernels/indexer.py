@@ -24,6 +24,15 @@ def best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return indices, score.gather(1, indices) > -torch.inf
 
 
+def merged(score: Tensor, position: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """score, position [T, n] of entries in any order, -inf where there is none -> [T, count] of the best, by position:
+    what `best` chooses of all entries of which these are the best of each part."""
+    position, order = position.sort(1)
+    score = score.gather(1, order)
+    chosen, _ = best(score, count)
+    return score.gather(1, chosen), position.gather(1, chosen)
+
+
 def candidate_blocks(score: Tensor, visible: Tensor, blocks: int, block_size: int) -> Tensor:
     """score [T, n] (-inf where not visible), visible [T] int64 -> the best blocks, numbers [T, blocks] int32, or all
     when there are fewer. A place that no visible block fills repeats the newest one's number.

@@ -150,6 +150,14 @@ class Cache(Section, frozen=True):
         int, _doc("numbers", "Most tokens of one request, prompt and answer.", ge=16, le=MOST_TOKENS)
     ]
     pool_tokens: Annotated[int, _doc("numbers", "Tokens of context that all lanes share.", ge=16, le=1 << 32)]
+    dtype: Annotated[
+        Literal["bf16", "fp8"],
+        _doc("numbers", "How GLM-5.3's latents are kept: bf16, as they are computed; fp8, in 656 bytes for 1,152."),
+    ] = "bf16"
+    split: Annotated[
+        bool,
+        _doc("numbers", "Each rank keeps its share of every context (GLM-5.3); else every rank keeps all of it."),
+    ] = False
     park_tokens: Annotated[
         int,
         _doc(

@@ -104,7 +104,7 @@ def test_after_a_block_the_states_are_those_of_what_stayed(sharing, tokens, kept
 def test_a_chain_attends_to_the_first_choice_and_to_itself(sharing, tokens, monkeypatch):
     """Past what an index can choose: every later token sees the rows that the first one chose, and all before it."""
     drafter, seen = sharing.drafter, []
-    real = type(drafter.block.attention).softmax
+    real = type(drafter.block.attention).over
     lane = sharing.open_lane(0)
     sharing.prefill(lane, tokens[:PROMPT], "none")
 
@@ -113,7 +113,7 @@ def test_a_chain_attends_to_the_first_choice_and_to_itself(sharing, tokens, monk
             seen.append(rows[0].clone())
         return real(self, query, rows, valid)
 
-    monkeypatch.setattr(type(drafter.block.attention), "softmax", watch)
+    monkeypatch.setattr(type(drafter.block.attention), "over", watch)
     sharing.propose([lane], tokens[PROMPT : PROMPT + 1], greedy)
     first, second, third = seen
     top_k = drafter.block.attention.indexer.top_k

@@ -1,9 +1,10 @@
-"""The paged pool of compressed rows and index keys that all lanes share, as the values that the model's row formats
-hold: rounded to them, and kept in a dtype that computes (bf16: 3.6 times the bytes of the formats themselves).
+"""The paged pool of cached rows and index keys that all lanes share: in a dtype that computes, or as bytes of a format
+that the model knows.
 
 A page holds PAGE_TOKENS tokens of context in every KV source layer: PAGE_TOKENS / ratio rows of each. One page table
 a lane therefore serves all layers. Pages are taken as a context grows and come back when the lane is closed; nothing
-here depends on a rank, so the page tables of all ranks stay equal."""
+here depends on a rank, so the page tables of all ranks stay equal, also where ranks share a context: of R ranks each
+keeps every R-th row of a page (`tided.cache.share`), and a page has PAGE_TOKENS / R rows on each."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,20 +30,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Layout:
-    """Row sizes in elements of `dtype`."""
+    """Row sizes in elements: of rows of `dtype`, of keys of `key_dtype`, or of the same where it is None."""
 
     sources: tuple[Source, ...]
     head_dim: int
     index_dim: int
     dtype: torch.dtype
+    key_dtype: torch.dtype | None = None
 
     @property
     def page_bytes(self) -> int:
-        values = sum(
-            PAGE_TOKENS // source.ratio * (self.head_dim + (self.index_dim if source.keyed else 0))
-            for source in self.sources
-        )
-        return values * self.dtype.itemsize
+        row = self.head_dim * self.dtype.itemsize
+        key = self.index_dim * (self.key_dtype or self.dtype).itemsize
+        return sum(PAGE_TOKENS // source.ratio * (row + key * source.keyed) for source in self.sources)
 
 
 class Pool:
@@ -52,13 +52,14 @@ class Pool:
         """Raises UnavailableError when the device has not the memory."""
         self.pages = -(-pool_tokens // PAGE_TOKENS)
 
-        def zeros(columns: int, sources: Iterable[Source]) -> dict[int, Tensor]:
+        def zeros(columns: int, dtype: torch.dtype, sources: Iterable[Source]) -> dict[int, Tensor]:
             counts = {source.layer: self.pages * (PAGE_TOKENS // source.ratio) for source in sources}
-            return {n: torch.zeros(rows, columns, dtype=layout.dtype, device=device) for n, rows in counts.items()}
+            return {n: torch.zeros(rows, columns, dtype=dtype, device=device) for n, rows in counts.items()}
 
+        keyed = [source for source in layout.sources if source.keyed]
         try:
-            self.rows = zeros(layout.head_dim, layout.sources)
-            self.keys = zeros(layout.index_dim, (source for source in layout.sources if source.keyed))
+            self.rows = zeros(layout.head_dim, layout.dtype, layout.sources)
+            self.keys = zeros(layout.index_dim, layout.key_dtype or layout.dtype, keyed)
         except (RuntimeError, MemoryError) as e:  # torch has no type of its own for this on a CPU
             raise UnavailableError(
                 f"no memory for a context pool of {pool_tokens} tokens: {self.pages * layout.page_bytes / 1e9:,.1f} GB",

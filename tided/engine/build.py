@@ -90,6 +90,7 @@ def open_model(settings: Settings) -> OpenedModel:
     checkpoint = open_checkpoint(settings.model)
     family = family_of(checkpoint.config)
     shape = family.shape(checkpoint.config)
+    family.check(checkpoint.config, settings)
     check_budget(settings, shape)
     check_context(settings, shape)
     if settings.vision.rank >= 0 and not family.vision_bytes(checkpoint.config):
@@ -189,6 +190,8 @@ def open_caching(opened: OpenedModel, model: Model, folder: Path | None) -> Cach
         "model": opened.checkpoint.identity(),
         "overlay": opened.checkpoint.overlay.sha256 if opened.checkpoint.overlay else "",
         "numerics": settings.model.numerics,
+        "rows": settings.cache.dtype,
+        "split": settings.cache.split,
         "replay": settings.model.decoder_replay,
         "page": [model.page_tokens, model.page_bytes],
         "lane": lane_layout(model),

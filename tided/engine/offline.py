@@ -162,7 +162,9 @@ def _changed(
             model, prefill_chunk_tokens=given(chunk, model.prefill_chunk_tokens), numerics=numerics or model.numerics
         ),
         experts=replace(settings.experts, resident=given(resident, settings.experts.resident), spare_slots=1),
-        cache=Cache(context_tokens=context, pool_tokens=context),
+        cache=Cache(
+            context_tokens=context, pool_tokens=context, dtype=settings.cache.dtype, split=settings.cache.split
+        ),
         engine=Engine(device=settings.engine.device, lanes=1, threads=settings.engine.threads),
         parallel=Parallel(
             ranks=given(ranks, settings.parallel.ranks), data_port=free_port(), step_timeout_s=STEP_TIMEOUT_S

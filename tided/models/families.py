@@ -25,6 +25,10 @@ class Family(Protocol):
 
     def shape(self, config: dict[str, Any]) -> ModelShape: ...
 
+    def check(self, config: dict[str, Any], settings: Settings) -> None:
+        """Raises ConfigError for settings that the family cannot serve, whatever the checkpoint holds."""
+        ...
+
     def expert_record(self, checkpoint: Checkpoint, ranks: int) -> Record:
         """As the experts are stored. Raises ConfigError when `ranks` cannot share one."""
         ...

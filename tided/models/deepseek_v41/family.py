@@ -27,6 +27,15 @@ class DeepseekV41Family:
     def shape(self, config: dict[str, Any]) -> Shape:
         return load.shape_of(read_config(config))
 
+    def check(self, config: dict[str, Any], settings: Settings) -> None:
+        """Compressed rows are rounded to the model's own formats, and every rank's heads need all of them."""
+        if settings.cache.dtype != "bf16":
+            raise ConfigError(f"cache.dtype = {settings.cache.dtype!r}: this model has its own", hint='leave it "bf16"')
+        if settings.cache.split:
+            raise ConfigError(
+                "cache.split = true: every rank of this model keeps all of a context", hint="leave it out"
+            )
+
     def expert_record(self, checkpoint: Checkpoint, ranks: int) -> ExpertRecord:
         t = read_config(checkpoint.config).text_config
         try:

@@ -1,7 +1,10 @@
 """Multi-head latent attention in its absorbed form: this rank's heads over the rows of the selected tokens.
 
 A token leaves one row in a layer, its normalised latent and a rotated key that all heads share; a query is brought into
-the latent's space by the key half of kv_b, and what it gathers is brought out by the value half."""
+the latent's space by the key half of kv_b, and what it gathers is brought out by the value half.
+
+Where ranks share contexts, a rank asks with the queries of all heads what its own rows hold for them, and joins what
+all ranks found for its own heads: two collectives a layer beside the sum, and one more where the layer chooses."""
 
 from dataclasses import dataclass
 
@@ -11,13 +14,17 @@ from torch import Tensor
 from kernels.attention import latent_attention
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
+from kernels.partial_attention import joined, partial_attention
 from kernels.rope import rotate_
 from kernels.rows import by_row, matmul
 from tided.cache.pool import Pool
+from tided.cache.share import Share
 from tided.models.glm53.config import Config
 from tided.models.glm53.indexer import Indexer, load_indexer
+from tided.models.glm53.rows import Contexts, RowFormat
 from tided.models.glm53.step import Pass, Span
 from tided.models.glm53.weights import Weights
+from tided.models.parallel import Group
 
 LATENT_NORM_EPS = 1e-6  # of the two latents, as the reference has it; serving engines use the configuration's 1e-5
 _ROW_ELEMENTS = 1 << 22  # bounds the [queries, rows, row_dim] gather of a prompt chunk
@@ -40,15 +47,23 @@ class Attention:
     no_sink: Tensor  # [H]: minus infinity
     indexer: Indexer | None
     pool: Pool
+    rows: RowFormat
+    share: Share
+    group: Group
     numerics: Numerics
 
     def forward(self, step: Pass, x: Tensor) -> Tensor:
         """x [T, D] -> [T, D] fp32: the part of this rank's heads, to be summed over the ranks and then rounded."""
         q_latent, query = self.queries(step, x)
-        self.pool.rows[self.layer][step.places] = self.row(step, x).to(self.numerics.cache)
+        self.keep(step, x)
         if self.indexer is not None:
             self.indexer.select(step, x, q_latent)
-        return self.output(torch.cat([self._attend(span, query[span.rows]) for span in step.spans]))
+        query = self.asked(query)
+        return self.output(self.gathered(torch.cat([self._attend(span, query[span.rows]) for span in step.spans])))
+
+    def keep(self, step: Pass, x: Tensor) -> None:
+        """x [T, D]: the rows of those tokens that this rank keeps."""
+        self.pool.rows[self.layer][step.places] = self.rows.kept(step.of_kept(self.row(step, x)))
 
     def queries(self, step: Pass, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, D] -> the latent [T, q rank], which the indexer asks with too, and [T, H, c + r]: every head's query in
@@ -60,10 +75,24 @@ class Attention:
         absorbed = n.store(by_row(self._absorbed, query[..., : self.nope_dim].contiguous()))
         return q_latent, torch.cat([absorbed, turned], -1)
 
+    def asked(self, query: Tensor) -> Tensor:
+        """query [T, H, c + r] of this rank's heads -> of all heads whose answers lie in this rank's rows."""
+        if self.share.ranks == 1:
+            return query
+        return self.group.concat(query.flatten(1)).view(len(query), -1, query.shape[2])
+
+    def gathered(self, found: Tensor) -> Tensor:
+        """found [T, all heads asked with, ..] as `over` gives it -> [T, H, c], whole, of this rank's heads."""
+        if self.share.ranks == 1:
+            return found[..., : self.latent_dim]
+        heads = len(self.key_up)
+        parts = self.group.concat(found.flatten(1)).view(len(found), self.share.ranks, -1, found.shape[2])
+        return by_row(joined, parts[:, :, self.share.rank * heads :][:, :, :heads].contiguous())
+
     def output(self, gathered: Tensor) -> Tensor:
-        """gathered [T, H, c + r], of which the last r mean nothing -> [T, D], this rank's part."""
+        """gathered [T, H, c] -> [T, D], this rank's part."""
         n = self.numerics
-        heads = n.store(by_row(self._unfolded, n.store(gathered[..., : self.latent_dim]).contiguous()))
+        heads = n.store(by_row(self._unfolded, n.store(gathered).contiguous()))
         return matmul(heads.flatten(1), self.o)
 
     def row(self, step: Pass, x: Tensor) -> Tensor:
@@ -82,29 +111,33 @@ class Attention:
         return torch.bmm(gathered.transpose(0, 1), self.value_up.transpose(1, 2)).transpose(0, 1)
 
     def _attend(self, span: Span, query: Tensor) -> Tensor:
-        """query [T, H, c + r] of one lane -> [T, H, c + r], of which the last r mean nothing."""
+        """query [T, H, c + r] of one lane -> as `over`."""
         chosen, held = span.selection, self.pool.rows[self.layer]
         assert chosen is not None, "the first layer chooses"
         if span.count == 1:
             places = chosen.places[0] if chosen.valid is None else chosen.places[0][chosen.valid[0]]
-            return self.softmax(query, held.index_select(0, places).to(torch.float32).unsqueeze(0), None)
-        shared = held[chosen.places[0]].to(torch.float32) if len(chosen.places) == 1 else None
-        block = max(1, _ROW_ELEMENTS // (chosen.places.shape[1] * query.shape[2]))
+            return self.over(query, self.rows.read(held.index_select(0, places)).unsqueeze(0), None)
+        shared = self.rows.read(held[chosen.places[0]]) if len(chosen.places) == 1 else None
+        block = max(1, _ROW_ELEMENTS // (max(1, chosen.places.shape[1]) * query.shape[2]))
         parts = []
         for i in range(0, span.count, block):
             cut = slice(i, i + block)
             if shared is None:
-                rows = held[chosen.places[cut]].to(torch.float32)
+                rows = self.rows.read(held[chosen.places[cut]])
             else:
                 rows = shared.expand(len(query[cut]), -1, -1)
-            parts.append(self.softmax(query[cut], rows, None if chosen.valid is None else chosen.valid[cut]))
+            parts.append(self.over(query[cut], rows, None if chosen.valid is None else chosen.valid[cut]))
         return torch.cat(parts)
 
-    def softmax(self, query: Tensor, rows: Tensor, valid: Tensor | None) -> Tensor:
-        return latent_attention(query, rows, valid, self.no_sink, self.scale, self.numerics.probability)
+    def over(self, query: Tensor, rows: Tensor, valid: Tensor | None) -> Tensor:
+        """query [T, H, c + r], rows [T, N, c + r] -> [T, H, c + r], of which the last r mean nothing; where ranks share
+        contexts a part of it, [T, H, c + 2]."""
+        if self.share.ranks == 1:
+            return latent_attention(query, rows, valid, self.no_sink, self.scale, self.numerics.probability)
+        return partial_attention(query, rows, valid, self.scale, self.latent_dim, self.numerics.probability)
 
 
-def load_attention(weights: Weights, c: Config, layer: int, pool: Pool, numerics: Numerics) -> Attention:
+def load_attention(weights: Weights, c: Config, layer: int, contexts: Contexts, numerics: Numerics) -> Attention:
     """`weights` at `model.layers.L.self_attn`. Heads are cut over the ranks."""
     heads = weights.cut(c.num_attention_heads)
     both = c.qk_nope_head_dim + c.v_head_dim
@@ -123,8 +156,11 @@ def load_attention(weights: Weights, c: Config, layer: int, pool: Pool, numerics
         value_up=up[:, c.qk_nope_head_dim :].contiguous(),
         o=weights.linear("o_proj", columns=_of(heads, c.v_head_dim)),
         no_sink=up.new_full((heads.stop - heads.start,), -torch.inf),
-        indexer=load_indexer(weights.under("indexer"), c, layer, pool, numerics) if c.selects(layer) else None,
-        pool=pool,
+        indexer=load_indexer(weights.under("indexer"), c, layer, contexts, numerics) if c.selects(layer) else None,
+        pool=contexts.pool,
+        rows=contexts.rows,
+        share=contexts.share,
+        group=weights.group,
         numerics=numerics,
     )
 

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
-from tided.cache.pool import Pool
 from tided.experts.bank import ExpertBank
 from tided.models.glm53.attention import Attention, load_attention
 from tided.models.glm53.config import Config
 from tided.models.glm53.mlp import Dense, Moe, load_dense, load_moe
+from tided.models.glm53.rows import Contexts
 from tided.models.glm53.step import Pass
 from tided.models.glm53.weights import Weights
 from tided.models.parallel import Group
@@ -38,7 +38,7 @@ class Block:
 
 
 def load_block(
-    weights: Weights, c: Config, layer: int, pool: Pool, bank: ExpertBank, numerics: Numerics, bank_layer: int
+    weights: Weights, c: Config, layer: int, contexts: Contexts, bank: ExpertBank, numerics: Numerics, bank_layer: int
 ) -> Block:
     """`weights` at the root; `bank_layer`: where the bank has the layer's experts, if it has some."""
     at = weights.under(f"model.layers.{layer}")
@@ -48,7 +48,7 @@ def load_block(
         input_norm=at.plain("input_layernorm.weight"),
         mlp_norm=at.plain("post_attention_layernorm.weight"),
         eps=c.rms_norm_eps,
-        attention=load_attention(at.under("self_attn"), c, layer, pool, numerics),
+        attention=load_attention(at.under("self_attn"), c, layer, contexts, numerics),
         mlp=load_dense(mlp, c.intermediate_size, numerics)
         if c.is_dense(layer)
         else load_moe(mlp, c, bank_layer, bank, numerics),

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 from kernels import head
-from kernels.indexer import best, index_scores
+from kernels.indexer import index_scores
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
 from kernels.rows import matmul
 from tided.cache.context import Context
-from tided.cache.pool import Pool, physical_rows
+from tided.cache.pool import physical_rows
 from tided.experts.bank import ExpertBank
 from tided.models.base import Choose, Draft
 from tided.models.glm53.block import Block, load_block
 from tided.models.glm53.config import Config
+from tided.models.glm53.rows import Contexts
 from tided.models.glm53.step import Pass, Rotations
 from tided.models.glm53.weights import Weights
 from tided.models.parallel import Group
@@ -88,15 +89,14 @@ class Drafter:
         attention = self.block.attention
         assert attention.indexer is not None, "this layer chooses for itself"
         normed = self._input(x)
-        attention.pool.rows[attention.layer][step.places] = attention.row(step, normed).to(self.numerics.cache)
-        attention.pool.keys[attention.layer][step.places] = attention.indexer.keys(step, normed).to(self.numerics.cache)
+        attention.keep(step, normed)
+        attention.indexer.keep(step, normed)
 
     @torch.inference_mode()
     def propose(self, lanes: list[Context], anchors: Tensor, choose: Choose) -> Draft:
         """anchors [R] int64: the token of each lane that comes after its context."""
-        attention = self.block.attention
-        held, layer, none = attention.pool, self.block.layer, attention.key_up.new_empty
-        widths = held.rows[layer].shape[1], held.keys[layer].shape[1]
+        attention, none = self.block.attention, self.norm.new_empty
+        widths = attention.rows.row_dim, attention.pool.keys[self.block.layer].shape[1]
         chains = [_Chain(lane, none(0, widths[0]), none(0, widths[1])) for lane in lanes]
         states = torch.cat([_state(lane, lane.position - 1) for lane in lanes])
         ids, logits, sure, token = [], [], [], anchors
@@ -115,8 +115,9 @@ class Drafter:
         normed = self._input(x)
         q_latent, query = attention.queries(step, normed)
         self._extend(chains, step, normed, q_latent)
-        gathered = [attention.softmax(query[i : i + 1], self._rows(chain), None) for i, chain in enumerate(chains)]
-        x = n.store(x + n.store(self.group.sum(attention.output(torch.cat(gathered)))))
+        query = attention.asked(query)
+        found = [attention.over(query[i : i + 1], self._rows(chain), None) for i, chain in enumerate(chains)]
+        x = n.store(x + n.store(self.group.sum(attention.output(attention.gathered(torch.cat(found))))))
         normed = n.store(rms_norm(x, block.mlp_norm, block.eps))
         x = n.store(x + n.store(self.group.sum(block.mlp.forward(step, normed))))
         return n.store(rms_norm(x, self.norm, self.eps))
@@ -137,17 +138,33 @@ class Drafter:
                 continue
             if query is None:
                 query, weight = indexer.query(step, x, q_latent)
-            old = indexer.scores(chain.lane, chain.cached, query[i : i + 1], weight[i : i + 1])
-            new = index_scores(query[i : i + 1], weight[i : i + 1], chain.keys)
-            numbers, _ = best(torch.cat([old, new], 1), indexer.top_k)
-            chain.chosen = numbers[0]
+            chain.chosen = self._choice(chain, query[i : i + 1], weight[i : i + 1])
+
+    def _choice(self, chain: _Chain, query: Tensor, weight: Tensor) -> Tensor:
+        """query [1, heads, d] -> [K]: rows of the cache and, behind them, of the chain, which the first rank offers."""
+        indexer = self.block.attention.indexer
+        assert indexer is not None, "this layer chooses for itself"
+        share, total = indexer.share, chain.cached + len(chain.keys)
+        numbers = torch.arange(total, device=query.device)
+        own = numbers[: chain.cached][share.owns(numbers[: chain.cached])]
+        score = indexer.scores(chain.lane, len(own), query, weight)
+        if share.rank == 0:
+            score = torch.cat([score, index_scores(query, weight, chain.keys)], 1)
+            own = torch.cat([own, numbers[chain.cached :]])
+        _, chosen = indexer.of_all_ranks(indexer.best_of(score, own), total + share.ranks * len(chain.keys))
+        return chosen[0]
 
     def _rows(self, chain: _Chain) -> Tensor:
-        """[1, K, c + r]: chosen rows of the cache; of the chain those chosen, or all where a choice is shared."""
+        """[1, K, c + r]: chosen rows of the cache that this rank keeps; of the chain, on the first rank, those chosen,
+        or all where a choice is shared."""
         assert chain.chosen is not None, "it was just extended"
-        cached, own = chain.chosen[chain.chosen < chain.cached], chain.chosen[chain.chosen >= chain.cached]
-        held = self.block.attention.pool.rows[self.block.layer]
-        old = held.index_select(0, physical_rows(chain.lane, 1, cached)).to(torch.float32)
+        attention = self.block.attention
+        share, chosen = attention.share, chain.chosen
+        cached, own = chosen[(chosen < chain.cached) & share.owns(chosen)], chosen[chosen >= chain.cached]
+        places = physical_rows(chain.lane, share.ranks, share.numbers(cached))
+        old = attention.rows.read(attention.pool.rows[self.block.layer].index_select(0, places))
+        if share.rank:
+            return old.unsqueeze(0)
         return torch.cat([old, chain.rows if self.shares_choice else chain.rows[own - chain.cached]]).unsqueeze(0)
 
     def _joined(self, token_ids: Tensor, states: Tensor) -> Tensor:
@@ -179,7 +196,7 @@ def _remember(lane: Context, start: int, states: Tensor) -> None:
 def load_drafter(
     weights: Weights,
     c: Config,
-    pool: Pool,
+    contexts: Contexts,
     bank: ExpertBank,
     rotations: Rotations,
     numerics: Numerics,
@@ -196,7 +213,7 @@ def load_drafter(
         token_norm=at.plain("enorm.weight"),
         state_norm=at.plain("hnorm.weight"),
         joint=at.linear("eh_proj"),
-        block=load_block(weights, c, layer, pool, bank, numerics, bank_layer=0),
+        block=load_block(weights, c, layer, contexts, bank, numerics, bank_layer=0),
         norm=at.plain("shared_head.norm.weight"),
         eps=c.rms_norm_eps,
         embed=embed,

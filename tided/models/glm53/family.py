@@ -24,6 +24,9 @@ class Glm53Family:
     def shape(self, config: dict[str, Any]) -> Shape:
         return load.shape_of(read_config(config))
 
+    def check(self, config: dict[str, Any], settings: Settings) -> None:
+        load.check_cache(settings)
+
     def expert_record(self, checkpoint: Checkpoint, ranks: int) -> Record:
         c = read_config(checkpoint.config)
         return load.expert_record(checkpoint, c, ranks, c.first_k_dense_replace)

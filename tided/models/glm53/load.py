@@ -13,6 +13,7 @@ from packers.exl3 import refuse_exports
 from packers.shards import Checkpoint, TensorSpec
 from tided.cache.context import ContextShape
 from tided.cache.pool import PAGE_TOKENS, Layout, Pool, Source
+from tided.cache.share import ALONE, Share
 from tided.errors import ConfigError, DataError, TensorError
 from tided.experts.bank import ExpertBank
 from tided.experts.checkpoint import Record, source_of
@@ -30,6 +31,7 @@ from tided.models.glm53.names import (
     plain_tensors,
     routed_expert_names,
 )
+from tided.models.glm53.rows import Contexts, row_format
 from tided.models.glm53.step import Rotations
 from tided.models.glm53.weights import Layout as LinearLayout
 from tided.models.glm53.weights import Weights, expected_of, layout_of
@@ -62,9 +64,9 @@ def numerics_of(settings: Settings) -> Numerics:
 
 
 def context_bytes(c: Config, settings: Settings) -> int:
-    """Of the pool, which every rank holds whole."""
+    """Of the pool on one rank: all of every context, or its share."""
     pages = -(-settings.cache.pool_tokens // PAGE_TOKENS)
-    return pages * _layout(c, settings).page_bytes
+    return pages * _layout(c, settings, settings.parallel.ranks).page_bytes
 
 
 def drafter_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
@@ -90,7 +92,9 @@ def load(checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertB
     _check(c, settings, group)
     checkpoint.require(expected_tensors(checkpoint, c))
     numerics, weights = numerics_of(settings), Weights(checkpoint, linears(c), group, device)
-    pool = Pool(_layout(c, settings), settings.cache.pool_tokens, device)
+    pool = Pool(_layout(c, settings, group.ranks), settings.cache.pool_tokens, device)
+    share = Share(group.rank, group.ranks) if settings.cache.split else ALONE
+    contexts = Contexts(pool, row_format(c, settings, numerics), share)
     columns, rows = weights.cut(c.hidden_size), weights.cut(c.vocab_size)
     embed = checkpoint.read("model.embed_tokens.weight")[:, columns]
     model = Glm53(
@@ -98,25 +102,25 @@ def load(checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertB
         settings.cache.context_tokens,
         embed=embed.to(device).clone(memory_format=torch.contiguous_format),
         blocks=tuple(
-            load_block(weights, c, layer, pool, bank, numerics, layer - c.first_k_dense_replace)
+            load_block(weights, c, layer, contexts, bank, numerics, layer - c.first_k_dense_replace)
             for layer in range(c.num_hidden_layers)
         ),
         norm=weights.plain("model.norm.weight"),
         eps=c.rms_norm_eps,
         head=weights.linear("lm_head", rows=rows),
-        rotations=Rotations(c.qk_rope_head_dim, c.rope_parameters.rope_theta, device),
+        rotations=Rotations(c.qk_rope_head_dim, c.rope_parameters.rope_theta, device, contexts.share),
         pool=pool,
         context_shape=ContextShape(0, 1, 1, 0, 0, numerics.cache),
         group=group,
         numerics=numerics,
     )
     if settings.engine.draft != "off":
-        model = _with_drafter(model, weights, c, settings.engine.draft)
+        model = _with_drafter(model, weights, c, contexts, settings.engine.draft)
     checkpoint.unmap()
     return model
 
 
-def _with_drafter(model: Glm53, weights: Weights, c: Config, draft: str) -> Glm53:
+def _with_drafter(model: Glm53, weights: Weights, c: Config, contexts: Contexts, draft: str) -> Glm53:
     """The model with the layer behind its trunk, the experts of which are all read into memory of their own."""
     _require_drafter(c)
     record = expert_record(weights.checkpoint, c, weights.group.ranks, c.num_hidden_layers)
@@ -125,7 +129,7 @@ def _with_drafter(model: Glm53, weights: Weights, c: Config, draft: str) -> Glm5
     bank = resident_bank(source, record, 1, c.n_routed_experts, weights.device)
     size = int(draft) if draft.isdigit() else CHAIN
     drafter = load_drafter(
-        weights, c, model.pool, bank, model.rotations, model.numerics, model.embedded, model.head, size
+        weights, c, contexts, bank, model.rotations, model.numerics, model.embedded, model.head, size
     )
     shape = ContextShape(1, STATES, c.hidden_size, 0, 0, model.numerics.cache)
     return replace(model, drafter=drafter, context_shape=shape)
@@ -204,11 +208,25 @@ def expert_record(checkpoint: Checkpoint, c: Config, ranks: int, layer: int) -> 
         raise ConfigError(str(e), hint="choose fewer ranks") from e
 
 
-def _layout(c: Config, settings: Settings) -> Layout:
-    """Of the trunk's layers, and of the drafter's where there is one."""
+def _layout(c: Config, settings: Settings, ranks: int) -> Layout:
+    """Of the trunk's layers, and of the drafter's where there is one. A rank that shares contexts has a row for as many
+    tokens as there are ranks."""
     layers = c.num_hidden_layers + (settings.engine.draft != "off")
-    sources = tuple(Source(layer, 1, keyed=c.selects(layer)) for layer in range(layers))
-    return Layout(sources, c.row_dim, c.index_head_dim, numerics_of(settings).cache)
+    ratio = ranks if settings.cache.split else 1
+    sources = tuple(Source(layer, ratio, keyed=c.selects(layer)) for layer in range(layers))
+    numerics = numerics_of(settings)
+    rows = row_format(c, settings, numerics)
+    return Layout(sources, rows.width, c.index_head_dim, rows.dtype, numerics.cache)
+
+
+def check_cache(settings: Settings) -> None:
+    """Raises ConfigError for ranks that cannot share a page."""
+    if settings.cache.split and PAGE_TOKENS % settings.parallel.ranks:
+        raise ConfigError(
+            f"{settings.parallel.ranks} ranks cannot share contexts evenly: a page has {PAGE_TOKENS} tokens",
+            where="cache.split",
+            hint="set split = false in [cache], or choose 2, 4 or 8 ranks",
+        )
 
 
 def _check(c: Config, settings: Settings, group: Group) -> None:

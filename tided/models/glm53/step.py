@@ -10,12 +10,14 @@ from torch import Tensor
 from kernels.rope import frequencies, rotation
 from tided.cache.context import Context
 from tided.cache.pool import physical_rows
+from tided.cache.share import ALONE, Share
 
 
 @dataclass(frozen=True)
 class Selection:
     """Tokens that the queries of a span attend to, as places in the pool: [T, K], or [1, K] the same for all; valid
-    [T, K] or None: all. Every layer keeps a token at the same place."""
+    [T, K] or None: all. Every layer keeps a token at the same place. Of tokens that other ranks keep there is nothing
+    here; K may be 0."""
 
     places: Tensor
     valid: Tensor | None
@@ -29,7 +31,6 @@ class Span:
     start: int
     first: int
     count: int
-    places: Tensor  # [count] of these tokens in the pool
     selection: Selection | None = None  # of the last layer that chose
 
     @property
@@ -46,15 +47,21 @@ class Pass:
     spans: list[Span]
     positions: Tensor  # [T]
     lane_of_row: Tensor  # [T]
-    places: Tensor  # [T]
+    places: Tensor  # [n] in the pool, of the tokens that this rank keeps
+    kept: Tensor | None  # [n], which rows they are; None: all of them
     turn: Tensor  # rotation, complex [T, r / 2]
+
+    def of_kept(self, rows: Tensor) -> Tensor:
+        """rows [T, ...] -> [n, ...]"""
+        return rows if self.kept is None else rows[self.kept]
 
 
 class Rotations:
-    """The frequency table of a model."""
+    """The frequency table of a model, and the rank's `share` of its contexts."""
 
-    def __init__(self, rope_dim: int, theta: float, device: torch.device) -> None:
+    def __init__(self, rope_dim: int, theta: float, device: torch.device, share: Share = ALONE) -> None:
         self._table = frequencies(rope_dim, theta, None).to(device)
+        self.share = share
 
     def begin(self, lane: Context, count: int) -> Pass:
         """A chunk of `count` rows of a lane that has the pages, from where it stands."""
@@ -71,21 +78,21 @@ class Rotations:
         device = self._table.device
         positions = torch.tensor([position for _, position in rows], device=device)
         lanes = torch.tensor([lane.index for lane, _ in rows], device=device)
-        return Pass([], positions, lanes, positions.new_empty(0), rotation(positions, self._table))
+        none = positions.new_empty(0)
+        return Pass([], positions, lanes, none, none, rotation(positions, self._table))
 
     def of(self, parts: Sequence[tuple[Context, int, int]]) -> Pass:
         """(lane, start, count) each."""
-        device, spans, first = self._table.device, list[Span](), 0
+        device, share = self._table.device, self.share
+        spans, places, owned, first = list[Span](), list[Tensor](), list[Tensor](), 0
         for lane, start, count in parts:
+            spans.append(Span(lane, start, first, count))
             positions = torch.arange(start, start + count, device=device)
-            spans.append(Span(lane, start, first, count, places_of(lane, positions)))
+            own = share.owns(positions)
+            places.append(physical_rows(lane, share.ranks, share.numbers(positions[own])))
+            owned.append(own)
             first += count
         positions = torch.cat([torch.arange(span.start, span.end, device=device) for span in spans])
         lanes = torch.tensor([span.lane.index for span in spans for _ in range(span.count)], device=device)
-        places = torch.cat([span.places for span in spans])
-        return Pass(spans, positions, lanes, places, rotation(positions, self._table))
-
-
-def places_of(lane: Context, positions: Tensor) -> Tensor:
-    """Where a lane's tokens lie in the pool; same shape, int64."""
-    return physical_rows(lane, 1, positions)
+        kept = torch.cat(owned).nonzero()[:, 0] if share.ranks > 1 else None
+        return Pass(spans, positions, lanes, torch.cat(places), kept, rotation(positions, self._table))
