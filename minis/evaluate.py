@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minis import drafter, layout, model
+from minis import drafter, layout, measure, model
 from minis.checkpoint import load_dequantised
 from minis.config import Config, load
 from minis.data import DOMAINS, Rows
@@ -26,7 +26,6 @@ from minis.layout import Mode, Params
 from minis.numerics import qdq_mxfp4
 
 FULL_WEIGHT = 255
-MINIMUM_PER_LAYER = 4
 
 
 class Bench:
@@ -81,65 +80,15 @@ def rounding_table(b: Bench, exact: Params | None, stored: Params, base: Mode) -
     return table
 
 
-def routing(b: Bench, p: Params, packed: model.Packed, mode: Mode) -> dict[str, dict[int, dict[str, Tensor]]]:
-    """Per domain and half: tokens, counts, score mass and normalised weight [layers, E]."""
-    stats: dict[str, dict[int, dict[str, Tensor]]] = {}
-    for d in DOMAINS:
-        for half in (0, 1):
-            out, _ = b.run(p, packed, d, half, mode)
-            valid = (b.part(d, half)[0] != 2).flatten().unsqueeze(-1)
-            picked = [k * valid for k in out.picked]
-            weight = [(k / (k.sum(-1, keepdim=True) + 1e-20)).sum(0) for k in picked]
-            stats.setdefault(d, {})[half] = {
-                "tokens": valid.sum(),
-                "counts": torch.stack([(k > 0).sum(0) for k in picked]),
-                "mass": torch.stack([k.sum(0) for k in picked]),
-                "weight": torch.stack(weight) / valid.sum(),
-            }
-    return stats
+def subject(b: Bench, p: Params, packed: model.Packed, mode: Mode) -> measure.Subject:
+    def run(domain: str, half: int, resident: Tensor | None) -> tuple[list[Tensor], float]:
+        out, loss = b.run(p, packed, domain, half, replace(mode, resident=resident))
+        return out.picked, loss
 
+    def valid(domain: str, half: int) -> Tensor:
+        return (b.part(domain, half)[0] != 2).flatten().unsqueeze(-1)
 
-def best_set(weight: Tensor, share: float) -> Tensor:
-    """weight [layers, E] -> bool: the best pairs over all layers, at least four a layer."""
-    keep = torch.zeros_like(weight, dtype=torch.bool)
-    keep.scatter_(1, weight.topk(MINIMUM_PER_LAYER, 1).indices, True)
-    rest = weight.masked_fill(keep, float("inf")).flatten()
-    count = round(share * weight.numel())
-    return torch.zeros_like(rest, dtype=torch.bool).scatter(0, rest.topk(count).indices, True).view_as(weight)
-
-
-def coverage(sets: dict[str, Tensor], stats: dict[str, dict[int, dict[str, Tensor]]]) -> dict[str, dict[str, float]]:
-    """Share of routing weight of the second half that sets chosen on the first half hold."""
-    result = {}
-    for name, keep in sets.items():
-        result[name] = {
-            d: round(float((stats[d][1]["weight"] * keep).sum() / stats[d][1]["weight"].sum()), 3) for d in DOMAINS
-        }
-    return result
-
-
-def residency(
-    b: Bench, p: Params, packed: model.Packed, mode: Mode, sets: dict[str, Tensor]
-) -> dict[str, dict[str, float]]:
-    """Rise of loss on the second half when only a set may be chosen."""
-    layers, experts = b.cfg.layers, b.cfg.experts
-    generator = torch.Generator().manual_seed(1)
-    noise = torch.rand(layers, experts, generator=generator).to(b.device)
-    share = float(next(iter(sets.values())).float().mean())
-    table: dict[str, dict[str, float]] = {"own": {}, "one set for all": {}, "random": {}, "other domains": {}}
-    for d in DOMAINS:
-        free = b.run(p, packed, d, 1, mode)[1]
-
-        def rise(keep: Tensor, d: str = d, free: float = free) -> float:
-            return round(b.run(p, packed, d, 1, replace(mode, resident=keep))[1] - free, 4)
-
-        table["own"][d] = rise(sets[d])
-        table["one set for all"][d] = rise(sets["all"])
-        table["random"][d] = rise(best_set(noise, share))
-        table["other domains"][d] = round(float(np.mean([rise(sets[o]) for o in DOMAINS if o != d])), 4)
-    for row in table.values():
-        row["mean"] = round(float(np.mean(list(row.values()))), 4)
-    return table
+    return measure.Subject(b.cfg.layers, b.cfg.experts, b.device, run, valid)
 
 
 @torch.no_grad()
@@ -188,25 +137,6 @@ def exact_turns(b: Bench, p: Params, packed: model.Packed, mode: Mode) -> dict[s
     return result
 
 
-def demand_seed(stats: dict[str, dict[int, dict[str, Tensor]]], cfg: Config) -> dict[str, Any]:
-    """Aggregate routing demand of the held-out rows, per domain: whoever plans for all gives each domain one vote."""
-    domains: dict[str, Any] = {}
-    for d, halves in stats.items():
-        counts, mass = (halves[0][k] + halves[1][k] for k in ("counts", "mass"))
-        domains[d] = {
-            "tokens": int(halves[0]["tokens"] + halves[1]["tokens"]),
-            "counts": counts.tolist(),
-            "mass": [[round(v, 1) for v in r] for r in mass.tolist()],
-        }
-    return {
-        "model_type": "deepseek_v41",
-        "layers": cfg.layers,
-        "experts": cfg.experts,
-        "top_k": cfg.top_k,
-        "domains": domains,
-    }
-
-
 def main() -> None:
     args = argparse.ArgumentParser(description=__doc__)
     args.add_argument("--model", type=Path, required=True)
@@ -228,20 +158,12 @@ def main() -> None:
     print(json.dumps(result["loss"], indent=1), f"{time.monotonic() - began:.0f} s", flush=True)
     mode = replace(base, round_kv=True, round_input=True)
     packed = packed_of(stored, cfg, mode.dtype)
-    stats = routing(b, stored, packed, mode)
-    (a.out / "demand-seed.json").write_text(json.dumps(demand_seed(stats, cfg), separators=(",", ":")) + "\n", "utf-8")
-    for share in (0.65, 0.5):
-        sets = {d: best_set(stats[d][0]["weight"], share) for d in DOMAINS}
-        sets["all"] = best_set(torch.stack([stats[d][0]["weight"] for d in DOMAINS]).mean(0), share)
-        result[f"coverage {share}"] = coverage(sets, stats)
-        result[f"residency {share}"] = residency(b, stored, packed, mode, sets)
-        print(
-            json.dumps({k: v for k, v in result.items() if str(share) in k}),
-            f"{time.monotonic() - began:.0f} s",
-            flush=True,
-        )
-    load_all = torch.stack([stats[d][0]["weight"] for d in DOMAINS]).mean(0)
-    result["busiest expert"] = round(float(load_all.max() * cfg.experts), 2)
+    whole = subject(b, stored, packed, mode)
+    stats = measure.routing(whole)
+    seed = measure.demand_seed("deepseek_v41", cfg.top_k, stats)
+    (a.out / "demand-seed.json").write_text(json.dumps(seed, separators=(",", ":")) + "\n", "utf-8")
+    result |= measure.routing_report(whole, stats, (0.65, 0.5))
+    print(json.dumps({k: v for k, v in result.items() if k != "loss"}), f"{time.monotonic() - began:.0f} s", flush=True)
     hard = replace(mode, select=True)
     result["exact turns"] = exact_turns(b, stored, packed, hard)
     print(json.dumps(result["exact turns"]), flush=True)

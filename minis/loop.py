@@ -51,6 +51,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     args.add_argument("--data", type=Path, required=True)
     args.add_argument("--out", type=Path, required=True)
     args.add_argument("--seconds", type=float, default=520, help="time for steps, without compilation")
+    args.add_argument("--until", type=float, help="seconds after the start, compilation included, when steps end")
     args.add_argument("--steps", type=int, default=10**9)
     args.add_argument("--batch", type=int, default=32)
     args.add_argument("--row", type=int, default=1024)
@@ -72,7 +73,8 @@ def save(p: dict[str, Tensor], path: Path) -> None:
 
 
 def train(trainer: Trainable, rows: Rows, test: Rows, a: argparse.Namespace, began: float) -> None:
-    """Compiles, captures and trains for `a.seconds`; leaves masters.safetensors and training.json in `a.out`."""
+    """Compiles, captures and trains for `a.seconds` or until `a.until`; leaves masters.safetensors and training.json in
+    `a.out`."""
     trainer.opt.set_rate(1e-3)
     trainer.step(trainer.batch(rows, a.batch))
     print(f"compiled {time.monotonic() - began:.0f} s", flush=True)
@@ -85,8 +87,9 @@ def train(trainer: Trainable, rows: Rows, test: Rows, a: argparse.Namespace, beg
             torch.cuda.synchronize()
     history: list[dict[str, object]] = []
     start, step, marks = time.monotonic(), 0, [*MARKS, 2.0]
+    seconds = a.seconds if a.until is None else max(1.0, began + a.until - start)
     while step < a.steps:
-        progress = max((time.monotonic() - start) / a.seconds, step / a.steps)
+        progress = max((time.monotonic() - start) / seconds, step / a.steps)
         if progress >= 1:
             break
         trainer.opt.set_rate(rate_at(progress, step))

@@ -24,6 +24,15 @@ _ONE_EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)")
 # Kept in BF16 by the original release, beside norms and the vocabulary.
 _BF16 = ("lm_head.weight", ".mlp.gate.weight", ".indexer.weights_proj.weight", ".eh_proj.weight")
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+EXL3 = {
+    "quant_method": "exl3",
+    "codebook": "mcg",
+    "out_scales": "auto",
+    "scope": "routed experts",
+    "original_quantization_config": FP8,
+}
+
 
 def quantise_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
     """w [N, K] fp32 -> E4M3 [N, K], scale fp32 [ceil(N / 128), ceil(K / 128)]: code times scale is the weight."""
@@ -75,6 +84,12 @@ def plain_experts(p: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for e in range(len(w)) if found else ():
             out[f"{found[1]}.{e}.{found[2]}.weight"] = w[e].detach().bfloat16().cpu()
     return out
+
+
+def dense_of(folder: Path) -> dict[str, Tensor]:
+    """All but the routed experts of a checkpoint, as stored."""
+    checkpoint = Checkpoint.open(folder)
+    return {name: checkpoint.read(name).clone() for name in checkpoint.tensors if ".mlp.experts." not in name}
 
 
 def shard_of(name: str, cfg: Config) -> int:

@@ -171,6 +171,8 @@ def mlp(p: Params, layer: int, x: Tensor, packed: Packed, cfg: Config, mode: Mod
     if mode.resident is not None and layer < cfg.num_hidden_layers:
         bias = bias.masked_fill(~mode.resident[layer - cfg.first_k_dense_replace], -1e9)
     picked = G.route(x, p[f"{m}.gate.weight"], bias, cfg.num_experts_per_tok)
+    mode.tap(f"experts_in.{layer}", x)
+    mode.tap(f"picked.{layer}", picked)
     shared = tuple(p[f"{m}.shared_experts.{w}.weight"] for w in PROJECTIONS)
     run = moe_sparse if mode.sparse else moe_dense
     return run(x, picked, packed[layer], shared, cfg.routed_scaling_factor, None, False), picked

@@ -27,7 +27,8 @@ from tided.models.glm53.config import Config
 QUERIES, CHAIN = 64, 3
 SECOND_FROM = 0.6
 NOISE = 0.15  # of an expert's weights: between the errors of 3 and of 2 bits
-INDEX_WEIGHT, DRAFT_WEIGHT, INFORMATION_WEIGHT = 0.1, 0.3, 0.02
+INDEX_WEIGHT, DRAFT_WEIGHT = 0.1, 0.3
+INFORMATION_WEIGHT, INFORMATION_UNTIL = 0.01, 0.5  # for ever, it would bind experts to domains harder than text does
 BALANCE_RATE = 1e-3
 
 
@@ -50,6 +51,7 @@ class Trainer:
         self.frequency = model.frequencies(cfg, device)
         self.noise = torch.zeros((), device=device)
         self.balance = torch.full((), BALANCE_RATE, device=device)
+        self.information = torch.full((), INFORMATION_WEIGHT, device=device)
         self.mode = model.Mode(dtype=torch.bfloat16 if gpu else torch.float32, sparse=not gpu)
         self.second = False
         self.captured: dict[bool, Captured] = {}
@@ -60,6 +62,7 @@ class Trainer:
     def progress(self, done: float) -> None:
         self.second = done > SECOND_FROM
         self.noise.fill_(NOISE if self.second else 0.0)
+        self.information.fill_(INFORMATION_WEIGHT if done < INFORMATION_UNTIL else 0.0)
         self.balance.fill_(BALANCE_RATE if done < SECOND_FROM else BALANCE_RATE / 5)
 
     def layout(self, tokens: Tensor) -> model.Layout:
@@ -81,7 +84,7 @@ class Trainer:
         counts += (losses.row_share(behind, b.valid)[1],)
         draft = mtp.training_loss(drafts, out.state, p["lm_head.weight"], b.weight, lay.start)
         index = probe.loss()
-        total = main + INDEX_WEIGHT * index + DRAFT_WEIGHT * draft - INFORMATION_WEIGHT * info
+        total = main + INDEX_WEIGHT * index + DRAFT_WEIGHT * draft - self.information * info
         return total, torch.stack([main, index, draft, info]).detach(), list(counts)
 
     def step(self, b: Batch) -> Tensor:
