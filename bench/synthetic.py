@@ -3,6 +3,7 @@
 Weights have the size that keeps activations near one; experts are random codes. Nothing is read from a disk: Engram
 rows are the same random bytes for every token."""
 
+import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from tided.models.deepseek_v41.model import DeepseekV41
 from tided.models.deepseek_v41.names import expected_tensors
 from tided.models.deepseek_v41.step import Rotations
 from tided.models.deepseek_v41.weights import ALL
+from tided.models.parallel import Group
 
 CUDA = torch.device("cuda")
 
@@ -45,10 +47,11 @@ class OneOfTwo:
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """`tided.models.deepseek_v41.weights.Weights` without a checkpoint."""
+    """`tided.models.deepseek_v41.weights.Weights` without a checkpoint. What every rank holds whole is the same on
+    all."""
 
     inventory: dict[str, Any]
-    group: OneOfTwo
+    group: Group
     prefix: str = ""
     device: torch.device = CUDA
     packed: bool = True
@@ -64,19 +67,26 @@ class RandomWeights:
         cut = [len(range(*part.indices(n))) for part, n in zip((rows, columns), shape, strict=False)]
         return (*cut, *shape[2:])
 
+    def _randn(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        name = self.prefix + name
+        of_rank = 0 if shape == tuple(self.inventory[name].shape) else 1 + self.group.rank
+        draw = torch.Generator(device=CUDA).manual_seed(zlib.crc32(name.encode()) + of_rank)
+        return torch.randn(shape, device=CUDA, generator=draw)
+
     def plain(self, name: str, rows: slice = ALL) -> Tensor:
         shape = self._shape(name, rows)
+        values = self._randn(name, shape)
         if len(shape) == 1:
             near = 1.0 if name.endswith(("norm.weight", "scale")) else 0.0
-            return near + 0.1 * torch.randn(shape, device=CUDA)
-        return torch.randn(shape, device=CUDA) * shape[1] ** -0.5
+            return near + 0.1 * values
+        return values * shape[1] ** -0.5
 
     def matrix(self, name: str, rows: slice = ALL) -> Tensor:
         return self.plain(name, rows).to(torch.bfloat16)
 
     def fp8(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Fp8Matrix:
         n, k = self._shape(f"{name}.weight", rows, columns)
-        codes = torch.randn(n, k, device=CUDA).to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = self._randn(f"{name}.weight", (n, k)).to(torch.float8_e4m3fn).view(torch.uint8)
         byte = 127 - round(np.log2(k) / 2)
         return Fp8Matrix(codes, torch.full((-(-n // 32), -(-k // 32)), byte, dtype=torch.uint8, device=CUDA))
 
@@ -94,7 +104,7 @@ class Rows:
         return self
 
     def raw(self) -> Any:
-        return self._raw[: self._count]
+        return np.resize(self._raw, (self._count, *self._raw.shape[1:]))
 
     def take(self, device: torch.device) -> Tensor:
         return torch.randn(self._count, self._raw.shape[1] * 256, device=device)
@@ -132,8 +142,12 @@ def bank_of(t: TextConfig, resident: int, lanes: int) -> ExpertBank:
     return ExpertBank(record, slots, tables, tap)
 
 
-def real_shapes(layers: int, resident: int, pool_tokens: int, lanes: int = 16) -> DeepseekV41:
-    t, group = text_config(layers), OneOfTwo()
+def real_shapes(
+    layers: int, resident: int, pool_tokens: int, lanes: int = 16, group: Group | None = None
+) -> DeepseekV41:
+    """`group` None: a rank without a second device."""
+    t, group = text_config(layers), group or OneOfTwo()
+    torch.manual_seed(1)  # the same on every rank
     config = msgspec.convert(released_config(), Config)
     inventory = expected_tensors(replace_text(config, t))
     weights, rotations = RandomWeights(inventory, group), Rotations(t, CUDA)

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 CASES, ROOT = Path(__file__).with_name("experts_cases.py"), Path(__file__).parents[2]
+PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run(device: str, **environment: str) -> str:
     """A process of its own: the interpreter is chosen when Triton is imported."""
     ran = subprocess.run(
         [sys.executable, str(CASES), device],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
