@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from scripted_engine import settings_with
-from test_openapi import BLOCKS, CLIENTS_OWN, FUNCTION, ITEMS, READERS, SOURCES
+from test_openapi import BLOCKS, CLIENTS_OWN, FUNCTION, ITEMS, READERS, SOURCES, leaves
 
 from tided.api.openapi.document import SCHEMAS
 from tided.api.served import ServedModel
@@ -22,7 +22,7 @@ from tided.errors import RequestError
 from tided.settings import Vision
 
 NOTHING = object()
-VALUES = (NOTHING, None, True, -5, 0, 1, 1.5, 10.0, "", "x", [], ["x"], [5], [{}], {}, {"x": 5})
+VALUES = (NOTHING, None, True, False, -5, 0, 1, 1.5, 10.0, "", "x", [], ["x"], [5], [{}], {}, {"x": 5})
 TRUTHS = ("add_generation_prompt", "include_stop_str_in_output", "stream", "x_engine_stats", "ignore_eos")
 FORMAT = {"type": "json_schema", "schema": {}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:x"}}
@@ -138,16 +138,33 @@ def put(body: Any, at: tuple[Any, ...], value: Any) -> Any:
     changed = dict(body) if isinstance(body, dict) else list(body)
     if rest:
         changed[name] = put(body[name], tuple(rest), value)
-    elif value is NOTHING:
-        del changed[name]
-    else:
+    elif value is not NOTHING:
         changed[name] = value
+    elif isinstance(name, int) or name in changed:
+        del changed[name]
     return changed
 
 
-def neighbours(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+@cache
+def known(name: str) -> dict[str, list[str]]:
+    """By the place of an object in bodies of this schema: the names of all fields that it may have."""
+    found: dict[str, list[str]] = {}
+    for path in dict.fromkeys(path for path, _ in leaves(SCHEMAS[name]) if path and not path.endswith("[]")):
+        found.setdefault(path.rpartition(".")[0], []).append(path.rpartition(".")[2])
+    return found
+
+
+def filled(name: str, value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The body's places, and those that the document knows and it has nothing at."""
+    yield from places(value)
+    for where, inner in [((), value), *places(value)]:
+        for missing in (set(known(name).get(spelled(where), ())) - inner.keys()) if isinstance(inner, dict) else ():
+            yield (*where, missing), None
+
+
+def neighbours(name: str, body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "as it is", body
-    for at, given in places(body):
+    for at, given in filled(name, body):
         if CLIENTS_OWN.search(spelled(at)):
             continue
         own = next(name for name in reversed(at) if isinstance(name, str))
@@ -170,7 +187,7 @@ def test_both_refuse_the_same(served, monkeypatch, name, module, parse, bodies, 
     for at, given in enumerate([*bodies, *FULL.get(name, ())]):
         body = given | ({"max_tokens": 5} if name in ("MessageRequest", "CountRequest") else {})
         assert schema.is_valid(body)
-        for told, changed in neighbours(body):
+        for told, changed in neighbours(name, body):
             monkeypatch.setattr(module, "parse_object", lambda _, changed=changed: changed)
             refusal = None
             try:

@@ -23,6 +23,7 @@ _SAME = (
 _STATEFUL = ("previous_response_id", "conversation", "prompt")
 _OWN_NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input"}
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
+_FUNCTION = re.compile(r"(tools\[\d+\])\.function")
 
 
 class PreparedResponse(msgspec.Struct, frozen=True):
@@ -115,8 +116,8 @@ def _join(turn: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def _message(item: Fields) -> dict[str, Any]:
-    kind = item.get("type") or "message"
-    if kind == "message":
+    kind = item.get("type")
+    if kind is None or kind == "message":
         return {"role": item.get("role"), "content": _parts(item, "content")}
     if kind == "reasoning":
         return {"role": "assistant", "reasoning_content": "".join(_reasoning(item))}
@@ -155,6 +156,8 @@ def _own_name(param: str, origins: list[int]) -> str:
     if found := _MESSAGE.match(param):
         origin = origins[int(found.group(1))]
         return "instructions" if origin < 0 else f"input[{origin}]{param[found.end() :]}"
+    if found := _FUNCTION.match(param):
+        return found.group(1) + param[found.end() :]
     for name, own in _OWN_NAMES.items():
         if param == name or param.startswith(f"{name}."):
             return own + param[len(name) :]
