@@ -29,8 +29,9 @@ from pathlib import Path
 import numpy as np
 
 from kernels.record import ExpertRecord
-from packers.mxfp4 import Header, Pack, checksum, header_of
+from packers.mxfp4 import Header, header_of
 from packers.pack import pack
+from packers.packs import Pack, checksum
 from tided.errors import TideError, UnavailableError
 from tided.experts.io import Depths, IoScheduler, Priority, Ticket
 from tided.experts.pack import PackSource

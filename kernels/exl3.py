@@ -10,19 +10,33 @@ is looked up in a codebook of 65,536 fp16 numbers. Decoded weights are exact; th
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kernels.exl3_record import BLOCK, TILE, Codebook, Exl3Record, stored_of, widths
 from kernels.numerics import Rounding
 from kernels.quantise import fp16
 from kernels.rows import matmul
 
-Codebook = Literal["3inst", "mcg", "mul1"]
+__all__ = [
+    "BLOCK",
+    "TILE",
+    "Codebook",
+    "Exl3Matrix",
+    "decoded",
+    "dense",
+    "hadamard",
+    "inner",
+    "linear",
+    "matrices",
+    "signs",
+    "states",
+    "table",
+    "through",
+]
+
 Product = Callable[[Tensor, Tensor], Tensor]  # (x [T, K], weight [N, K]) -> [T, N]
-BLOCK = 128  # of the Hadamard transform; what a rank cuts must be whole blocks
-TILE = 16
 STATES = 1 << 16
 _MASK = (1 << 32) - 1
 
@@ -69,15 +83,26 @@ class Exl3Matrix:
         return replace(self, trellis=self.trellis[_blocks(part)], suh=self.suh[part], bias=bias)
 
 
-def widths(codebook: Codebook) -> tuple[int, ...]:
-    """In halves of a bit."""
-    return (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16) if codebook == "mul1" else (2, 4, 6, 8, 10, 12, 14, 16)
-
-
 def _blocks(part: slice) -> slice:
     if part.start % BLOCK or part.stop % BLOCK:
         raise ValueError(f"{part.start} to {part.stop} cuts through a block of {BLOCK}")
     return slice(part.start // TILE, part.stop // TILE)
+
+
+def matrices(record: Exl3Record, data: Tensor) -> tuple[Exl3Matrix, Exl3Matrix, Exl3Matrix]:
+    """data [at least a record's bytes] uint8, contiguous -> gate, up, down: views. Raises ValueError for bytes that are
+    no record."""
+    stored = stored_of(bytes(data[:8].tolist()))
+    parts = zip(record.offsets, record.lengths, strict=False)
+    vectors = [data[begin : begin + 2 * length].view(torch.float16) for begin, length in parts]
+    found, begin = [], record.offsets[-1]
+    for number, (half_bits, codebook) in enumerate(zip(*stored, strict=True)):
+        end = begin + record.trellis_bytes(half_bits)
+        trellis = data[begin:end].view(torch.int16).view(*record.tiles(number), 8 * half_bits)
+        suh, svh = (vectors[4], vectors[5]) if number == 2 else (vectors[number], vectors[2 + number])
+        found.append(Exl3Matrix(trellis, suh, svh, codebook))
+        begin = end
+    return found[0], found[1], found[2]
 
 
 def linear(x: Tensor, matrix: Exl3Matrix, rotated: Rounding = fp16) -> Tensor:

@@ -14,17 +14,21 @@ their svh, rows of down with its suh. What is cut is never quantised again: whol
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-import torch
-from torch import Tensor
-
-from kernels.exl3 import BLOCK, TILE, Codebook, Exl3Matrix, widths
 from kernels.record import PAGE_BYTES
 
+Codebook = Literal["3inst", "mcg", "mul1"]
+BLOCK = 128  # of the Hadamard transform; what a rank cuts must be whole blocks
+TILE = 16
 HEADER_BYTES = 128
 VERSION = 1
 CODEBOOKS: tuple[Codebook, ...] = ("3inst", "mcg", "mul1")  # by their numbers in a header
+
+
+def widths(codebook: Codebook) -> tuple[int, ...]:
+    """That exist, in halves of a bit."""
+    return (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16) if codebook == "mul1" else (2, 4, 6, 8, 10, 12, 14, 16)
 
 
 class Stored(NamedTuple):
@@ -79,23 +83,6 @@ class Exl3Record:
         """Of gate (0), up (1) or down (2): tiles along the inputs, and along the outputs."""
         d, n = self.hidden // TILE, self.share // TILE
         return (n, d) if matrix == 2 else (d, n)
-
-    def matrices(self, record: Tensor) -> tuple[Exl3Matrix, Exl3Matrix, Exl3Matrix]:
-        """record [at least its bytes] uint8, contiguous -> gate, up, down: views. Raises ValueError for bytes that are
-        no record."""
-        stored = stored_of(bytes(record[: 2 + 2 * 3].tolist()))
-        vectors = [
-            record[begin : begin + 2 * length].view(torch.float16)
-            for begin, length in zip(self.offsets, self.lengths, strict=False)
-        ]
-        found, begin = [], self.offsets[-1]
-        for number, (half_bits, codebook) in enumerate(zip(*stored, strict=True)):
-            end = begin + self.trellis_bytes(half_bits)
-            trellis = record[begin:end].view(torch.int16).view(*self.tiles(number), 8 * half_bits)
-            suh, svh = (vectors[4], vectors[5]) if number == 2 else (vectors[number], vectors[2 + number])
-            found.append(Exl3Matrix(trellis, suh, svh, codebook))
-            begin = end
-        return found[0], found[1], found[2]
 
 
 def header_of(stored: Stored) -> bytes:

@@ -97,7 +97,9 @@ def pick_outputs(
 
 def _layers(slots: Tensor, slot: int, record: Record, numerics: Numerics) -> tuple[Layer, Layer]:
     if isinstance(record, Exl3Record):
-        gate, up, down = (_exl3(one, numerics) for one in record.matrices(slots.view(-1)[slot * slots.shape[1] :]))
+        gate, up, down = (
+            _exl3(one, numerics) for one in exl3.matrices(record, slots.view(-1)[slot * slots.shape[1] :])
+        )
         return lambda x, product: torch.cat([gate(x, product), up(x, product)], 1), down
     w13, w2 = decode(slots[slot], record)
     return (lambda x, product: product(x, w13)), (lambda x, product: product(numerics.activation(x), w2))

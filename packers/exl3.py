@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.exl3 import BLOCK, TILE, Codebook, widths
+from kernels.exl3_record import BLOCK, TILE, Codebook, widths
 from packers.headers import TensorInfo, shown
 from packers.shards import Checkpoint
 from tided.errors import DataError, TensorError

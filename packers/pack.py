@@ -18,19 +18,8 @@ from types import TracebackType
 
 from msgspec.structs import replace
 
-from kernels.record import PAGE_BYTES
-from packers.mxfp4 import (
-    DIGEST_BYTES,
-    MAGIC,
-    PARTIAL,
-    Header,
-    Pack,
-    Progress,
-    checksum,
-    decode_page,
-    encode_page,
-    file_name,
-)
+from packers.pack_header import DIGEST_BYTES, PackHeader
+from packers.packs import Pack, Progress, checksum, decode_header, encode_header
 from tided.errors import DataError, PermissionError_, UnavailableError
 
 FLUSH_BYTES = 256 << 20  # of records between two flushes; a kill loses no more than this
@@ -41,11 +30,11 @@ READERS = 4
 ReadRecords = Callable[[int, int], Sequence[memoryview]]
 
 
-def pack(directory: Path, headers: Sequence[Header], read: ReadRecords, progress: Progress) -> list[Path]:
+def pack(directory: Path, headers: Sequence[PackHeader], read: ReadRecords, progress: Progress) -> list[Path]:
     """Writes the packs in one pass over the source; those that exist are left as they are. `progress` counts experts.
 
     Raises DataError for a file in the way that is not this pack, UnavailableError when there is no room."""
-    paths = [directory / file_name(header.rank, header.ranks) for header in headers]
+    paths = [directory / header.file_name for header in headers]
     with _failures(directory), ExitStack() as stack:
         directory.mkdir(parents=True, exist_ok=True)
         missing = [not _is_there(path, header) for path, header in zip(paths, headers, strict=True)]
@@ -74,7 +63,7 @@ def check_room(directory: Path, writers: Sequence["PackWriter"]) -> None:
 class PackWriter:
     """One pack in progress. `done` records are there and intact; `write` takes the next."""
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: PackHeader) -> None:
         self.path, self.header = path, header
         self.temporary = path.with_name(f".{path.name}.part")
         self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -97,12 +86,12 @@ class PackWriter:
         return self.header.size_bytes - self.header.offset(self.done)
 
     def write(self, record: memoryview) -> None:
-        if record.nbytes != self.header.record_bytes:
-            raise ValueError(f"a record of {record.nbytes} bytes, not {self.header.record_bytes}")
+        if record.nbytes != self.header.nbytes(self.done):
+            raise ValueError(f"a record of {record.nbytes} bytes, not {self.header.nbytes(self.done)}")
         self._put(record, self.header.offset(self.done))
         self._index += checksum(record)
         self.done += 1
-        if (self.done - self._flushed) * self.header.record_bytes >= FLUSH_BYTES:
+        if self.header.offset(self.done) - self.header.offset(self._flushed) >= FLUSH_BYTES:
             self._flush()
 
     def finish(self) -> None:
@@ -111,9 +100,9 @@ class PackWriter:
             raise ValueError(f"{self.done} of {self.header.records} records")
         self._flush()
         index = bytes(self._index).ljust(self.header.index_bytes, b"\0")
-        self._put(index, PAGE_BYTES)
+        self._put(index, self.header.header_bytes)
         os.fsync(self._fd)
-        self._put(encode_page(replace(self.header, index=checksum(index).hex()), MAGIC), 0)
+        self._put(encode_header(replace(self.header, index=checksum(index).hex()), self.header.MAGIC), 0)
         os.fsync(self._fd)
         self.temporary.rename(self.path)
         _sync_directory(self.path.parent)
@@ -140,20 +129,21 @@ class PackWriter:
 
     def _resume(self) -> bytearray:
         """The checksums of the records that an earlier run left intact; an empty file is started."""
-        page = os.pread(self._fd, PAGE_BYTES, 0)
-        index = self._intact() if self._is_ours(page) else bytearray()
+        region = os.pread(self._fd, self.header.header_bytes, 0)
+        index = self._intact() if self._is_ours(region) else bytearray()
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        self._put(encode_page(self.header, PARTIAL), 0)
+        self._put(encode_header(self.header, self.header.PARTIAL), 0)
         os.ftruncate(self._fd, self.header.offset(len(index) // DIGEST_BYTES))
         return index
 
-    def _is_ours(self, page: bytes) -> bool:
-        """False where a run ended before its first page was whole. Raises DataError for anything else in the way."""
-        magic = page[: len(MAGIC)]
-        if not any(page) or (magic in (MAGIC, PARTIAL) and len(page) < PAGE_BYTES):
+    def _is_ours(self, region: bytes) -> bool:
+        """False where a run ended before its header was whole. Raises DataError for anything else in the way."""
+        whole, partial, header_bytes = self.header.MAGIC, self.header.PARTIAL, self.header.header_bytes
+        magic = region[: len(whole)]
+        if not any(region) or (magic in (whole, partial) and len(region) < header_bytes):
             return False
         # With the magic of a whole pack only the name was missing.
-        found = decode_page(page, MAGIC if magic == MAGIC else PARTIAL, self.temporary)
+        found = decode_header(region, self.temporary, partial=magic != whole)
         if replace(found, index="") != self.header:
             raise DataError(
                 "an unfinished pack of another checkpoint or layout is in the way",
@@ -163,11 +153,12 @@ class PackWriter:
         return True
 
     def _intact(self) -> bytearray:
-        entered, kept = os.pread(self._fd, self.header.index_bytes, PAGE_BYTES), bytearray()
+        entered, kept = os.pread(self._fd, self.header.index_bytes, self.header.header_bytes), bytearray()
         for number in range(self.header.records):
-            record = os.pread(self._fd, self.header.record_bytes, self.header.offset(number))
+            nbytes = self.header.nbytes(number)
+            record = os.pread(self._fd, nbytes, self.header.offset(number))
             digest = entered[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            if len(record) != self.header.record_bytes or checksum(record) != digest:
+            if len(record) != nbytes or checksum(record) != digest:
                 break
             kept += digest
         return kept
@@ -177,7 +168,7 @@ class PackWriter:
         than the memory that the system would give for it."""
         os.fdatasync(self._fd)
         begin = self._flushed * DIGEST_BYTES
-        self._put(memoryview(self._index)[begin:].tobytes(), PAGE_BYTES + begin)
+        self._put(memoryview(self._index)[begin:].tobytes(), self.header.header_bytes + begin)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._flushed = self.done
 
@@ -188,7 +179,7 @@ class PackWriter:
             view, offset = view[count:], offset + count
 
 
-def _is_there(path: Path, header: Header) -> bool:
+def _is_there(path: Path, header: PackHeader) -> bool:
     """Raises DataError for a file that is another pack, a damaged one, or none."""
     if not path.exists() and not path.is_symlink():
         return False
@@ -201,7 +192,7 @@ def _is_there(path: Path, header: Header) -> bool:
     return True
 
 
-def _copy(writers: "Sequence[PackWriter | None]", header: Header, read: ReadRecords, progress: Progress) -> None:
+def _copy(writers: "Sequence[PackWriter | None]", header: PackHeader, read: ReadRecords, progress: Progress) -> None:
     begin = min((writer.done for writer in writers if writer), default=header.records)
     progress(begin, header.records)
     for number, records in enumerate(_ahead(read, header, begin), begin):
@@ -211,7 +202,7 @@ def _copy(writers: "Sequence[PackWriter | None]", header: Header, read: ReadReco
         progress(number + 1, header.records)
 
 
-def _ahead(read: ReadRecords, header: Header, begin: int) -> Iterator[Sequence[memoryview]]:
+def _ahead(read: ReadRecords, header: PackHeader, begin: int) -> Iterator[Sequence[memoryview]]:
     """Records in order; a few experts are read while the one before them is written."""
     numbers = iter(range(begin, header.records))
     pool = ThreadPoolExecutor(READERS, thread_name_prefix="pack-reader")

@@ -365,6 +365,10 @@ def pack(
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A checkpoint instead of a profile; needs --ranks and --out.")
     ] = None,
+    exl3: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The same, whose experts must be EXL3; --out is DIR-packs where not given."),
+    ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, max=64, help="Ranks that share an expert.  [default: the profile's]"),
@@ -389,12 +393,13 @@ def pack(
     \b
       tidectl pack ds41-mxfp4 --out /var/lib/tidelm/packs
       tidectl pack ds41-mxfp4 --rank 1 --out /var/lib/tidelm/packs
+      tidectl pack --exl3 /models/GLM-5.3-exl3 --rank 0 --ranks 2
       tidectl pack --verify /var/lib/tidelm/packs/experts-rank-0-of-2.mxfp4
     """
     from tidectl import pack, profiles
 
     source = profiles.find(profile) if profile else None
-    pack.run(source, checkpoint, verify, pack.Options(ranks, rank, out), json)
+    pack.run(source, checkpoint, verify, pack.Options(ranks, rank, out, exl3), json)
 
 
 @app.command()

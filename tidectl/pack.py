@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from packers.mxfp4 import Pack
+from packers.packs import Pack
 from tidectl.output import emit, say
 from tidectl.waiting import Item, waiting
 from tided.errors import UsageError
 
-EXAMPLES = "tidectl pack PROFILE --out DIR | --checkpoint DIR --ranks N --out DIR | --verify FILE"
+EXAMPLES = (
+    "tidectl pack PROFILE --out DIR | --checkpoint DIR --ranks N --out DIR | --exl3 DIR --ranks N | --verify FILE"
+)
 
 
 class Options(NamedTuple):
@@ -17,13 +19,17 @@ class Options(NamedTuple):
     ranks: int | None = None
     rank: int | None = None
     out: Path | None = None
+    exl3: Path | None = None
 
 
 class _Job(NamedTuple):
+    """`kind`: what the experts must be stored in; empty: whatever there is."""
+
     checkpoint: Path
     ranks: int
     rank: int | None
     out: Path
+    kind: str = ""
 
 
 def run(profile: Path | None, checkpoint: Path | None, verify: Path | None, options: Options, as_json: bool) -> None:
@@ -36,9 +42,11 @@ def run(profile: Path | None, checkpoint: Path | None, verify: Path | None, opti
 
 
 def _job(profile: Path | None, checkpoint: Path | None, options: Options) -> _Job:
-    ranks, out = options.ranks, options.out
-    if (profile is None) == (checkpoint is None):
+    ranks, out, exl3 = options.ranks, options.out, options.exl3
+    if [profile, checkpoint, exl3].count(None) != 2:
         raise UsageError("name either a profile or a checkpoint", hint=EXAMPLES)
+    if exl3 is not None:
+        checkpoint, out = exl3, out or exl3.absolute().with_name(f"{exl3.absolute().name}-packs")
     if profile is not None:
         from tided.profile import load
 
@@ -50,7 +58,7 @@ def _job(profile: Path | None, checkpoint: Path | None, options: Options) -> _Jo
         raise UsageError("over how many ranks are the experts cut?", hint="name them with --ranks N")
     if out is None:
         raise UsageError("where to? the profile has no experts.pack_dir", hint="name a directory with --out DIR")
-    return _Job(checkpoint, ranks, options.rank, out)
+    return _Job(checkpoint, ranks, options.rank, out, "exl3" if exl3 else "")
 
 
 def _write(job: _Job, as_json: bool) -> None:
@@ -61,7 +69,7 @@ def _write(job: _Job, as_json: bool) -> None:
         def progress(done: int, total: int) -> None:
             show([Item("packing", f"{done} of {total} experts", done=done, total=total)])
 
-        paths = pack_checkpoint(job.checkpoint, job.ranks, job.rank, job.out, progress)
+        paths = pack_checkpoint(job.checkpoint, job.ranks, job.rank, job.out, progress, job.kind)
     packs = [{"path": str(path), "bytes": path.stat().st_size} for path in paths]
     if as_json:
         emit("pack/1", {"packs": packs})

@@ -9,7 +9,7 @@ from expert_fakes import EXPERTS, LAYERS, TOP_K, expert_names, first, golden, go
 from msgspec.structs import replace
 
 import tided.experts.files as files
-from packers.mxfp4 import cut, file_name, header_of
+from packers.mxfp4 import cut, header_of
 from packers.pack import pack
 from tided.errors import DataError
 from tided.experts.arena import Arena
@@ -110,7 +110,7 @@ def test_residents_filled_from_a_pack_hold_what_those_from_the_shards_hold(packs
 
 @pytest.fixture
 def copied(packs, tmp_path):
-    name = file_name(1, 2)
+    name = header(1, 2).file_name
     (tmp_path / name).write_bytes((packs / name).read_bytes())
     return tmp_path / name
 
@@ -138,7 +138,8 @@ def test_a_truncated_pack_is_refused_at_the_start_and_while_serving(copied):
 
 
 def test_a_pack_of_another_checkpoint_is_refused(packs):
-    with pytest.raises(DataError, match=rf"{file_name(0, 2)}: is a pack of another checkpoint \(\w{{16}}, not cdcd"):
+    name = header(0, 2).file_name
+    with pytest.raises(DataError, match=rf"{name}: is a pack of another checkpoint \(\w{{16}}, not cdcd"):
         PackSource(packs, replace(header(0, 2), model="cd" * 32), False)
 
 
@@ -148,7 +149,7 @@ def test_a_pack_of_another_shape_is_refused(packs):
 
 
 def test_another_ranks_pack_is_refused_even_under_this_ranks_name(packs, tmp_path):
-    (tmp_path / file_name(0, 2)).write_bytes((packs / file_name(1, 2)).read_bytes())
+    (tmp_path / header(0, 2).file_name).write_bytes((packs / header(1, 2).file_name).read_bytes())
     with pytest.raises(DataError, match="its rank is 1, this model's 0"):
         PackSource(tmp_path, header(0, 2), False)
 

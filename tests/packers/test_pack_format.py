@@ -7,8 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from kernels.record import PAGE_BYTES, ExpertRecord
-from packers.mxfp4 import MAGIC, PARTIAL, Pack, cut, decode_page, encode_page, file_name, header_of
+from packers.mxfp4 import Header, cut, header_of
 from packers.pack import pack
+from packers.packs import Pack, decode_header, encode_header
 from tided.errors import DataError
 
 LAYERS, EXPERTS = 3, 5
@@ -24,7 +25,7 @@ def record_of(layer: int, expert: int) -> memoryview:
 @pytest.fixture
 def written(tmp_path):
     pack(tmp_path, [HEADER], lambda *pair: [record_of(*pair)], lambda done, total: None)
-    return tmp_path / file_name(1, 2)
+    return tmp_path / HEADER.file_name
 
 
 def flip(path, offset):
@@ -109,7 +110,7 @@ def test_what_is_no_finished_pack_is_told_apart(tmp_path):
     path.write_bytes(b"\x80\x02".ljust(PAGE_BYTES, b"."))
     with pytest.raises(DataError, match="is no pack of experts"):
         Pack.open(path)
-    path.write_bytes(encode_page(HEADER, PARTIAL))
+    path.write_bytes(encode_header(HEADER, Header.PARTIAL))
     with pytest.raises(DataError, match="is a pack that is not finished"):
         Pack.open(path)
     with pytest.raises(DataError, match="is missing or cannot be read"):
@@ -125,7 +126,7 @@ def test_what_is_no_finished_pack_is_told_apart(tmp_path):
 )
 def test_a_header_that_contradicts_itself_is_refused_though_its_checksum_is_right(tmp_path, wrong):
     with pytest.raises(DataError, match="the header"):
-        decode_page(encode_page(replace(HEADER, **wrong), MAGIC), MAGIC, tmp_path / "x")
+        decode_header(encode_header(replace(HEADER, **wrong), Header.MAGIC), tmp_path / "x")
 
 
 def test_a_record_of_all_is_cut_into_those_of_the_ranks():

@@ -15,14 +15,15 @@ from msgspec.structs import replace
 
 import packers.pack as writing
 from kernels.record import PAGE_BYTES, ExpertRecord
-from packers.mxfp4 import MAGIC, Pack, encode_page, file_name, header_of
+from packers.mxfp4 import Header, header_of
 from packers.pack import PackWriter, pack
+from packers.packs import Pack, encode_header
 from tided.errors import DataError, UnavailableError
 
 LAYERS, EXPERTS, RANKS = 3, 5, 2
 RECORD = ExpertRecord(hidden=64, intermediate=64, ranks=RANKS)
 HEADERS = [header_of("ab" * 32, RECORD, rank, LAYERS, EXPERTS) for rank in range(RANKS)]
-NAMES = [file_name(rank, RANKS) for rank in range(RANKS)]
+NAMES = [header.file_name for header in HEADERS]
 
 
 class Killed(BaseException):
@@ -346,7 +347,7 @@ def test_a_pack_gets_no_name_before_it_is_whole(tmp_path):
 def test_a_pack_that_only_lacked_its_name_gets_it(tmp_path, expected):
     make(tmp_path)
     (tmp_path / NAMES[0]).rename(tmp_path / f".{NAMES[0]}.part")
-    assert (tmp_path / f".{NAMES[0]}.part").read_bytes().startswith(MAGIC)
+    assert (tmp_path / f".{NAMES[0]}.part").read_bytes().startswith(Header.MAGIC)
     make(tmp_path)
     assert contents(tmp_path) == expected
-    assert encode_page(Pack.open(tmp_path / NAMES[0]).header, MAGIC) == expected[0][:PAGE_BYTES]
+    assert encode_header(Pack.open(tmp_path / NAMES[0]).header, Header.MAGIC) == expected[0][:PAGE_BYTES]

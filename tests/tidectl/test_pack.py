@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from packers.mxfp4 import Pack
+from packers.packs import Pack
 from packers.shards import Checkpoint
 from tests.tidectl.canned import Tidectl
 from tidectl import waiting

@@ -6,17 +6,25 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from kernels.record import ExpertRecord
-from packers.mxfp4 import Header, Progress, cut, header_of
+from kernels.exl3_record import Exl3Record
+from packers.exl3_pack import Exl3Header, cut_exl3, exl3_header_of
+from packers.mxfp4 import Header, cut, header_of
 from packers.pack import ReadRecords, pack
+from packers.pack_header import PackHeader
+from packers.packs import Progress
 from packers.shards import Checkpoint
 from tided.errors import DataError, UsageError
-from tided.experts.source import CheckpointSource, ExpertSource
+from tided.experts.checkpoint import source_of
+from tided.experts.exl3_source import Exl3Source
+from tided.experts.source import RunSource
 from tided.models.families import Family, family_of
 
 
-def pack_checkpoint(path: Path, ranks: int, rank: int | None, directory: Path, progress: Progress) -> list[Path]:
+def pack_checkpoint(
+    path: Path, ranks: int, rank: int | None, directory: Path, progress: Progress, kind: str = ""
+) -> list[Path]:
     """Writes the packs of all `ranks`, or of one, in one pass over the checkpoint. Returns their paths, ranks in order.
+    `kind`: what the experts must be stored in ("exl3"); empty: whatever a pack can hold.
 
     Raises DataError, ConfigError (the experts cannot be cut so), UnavailableError (no room); a run that was ended goes
     on where it stopped."""
@@ -25,38 +33,54 @@ def pack_checkpoint(path: Path, ranks: int, rank: int | None, directory: Path, p
     checkpoint = Checkpoint.open(path)
     family = family_of(checkpoint.config)
     header = pack_header(checkpoint, family, 0, ranks)
+    if kind and kind != header.SUFFIX:
+        raise DataError(
+            f"its routed experts are {header.SUFFIX.upper()}, not {kind.upper()}",
+            where=str(path),
+            hint="tidectl pack --checkpoint DIR packs whatever they are stored in",
+        )
     headers = [replace(header, rank=r) for r in (range(ranks) if rank is None else [rank])]
     whole = family.expert_record(checkpoint, 1 if rank is None else ranks)
-    source = CheckpointSource(checkpoint, family.expert_names(checkpoint), whole, rank or 0)
+    source = source_of(checkpoint, family.expert_names(checkpoint), whole, rank or 0)
     try:
-        return pack(directory, headers, _reader(source, whole, headers), progress)
+        return pack(directory, headers, _reader(source, whole.ranks, headers), progress)
     finally:
         source.close()
 
 
-def pack_header(checkpoint: Checkpoint, family: Family, rank: int, ranks: int) -> Header:
+def pack_header(checkpoint: Checkpoint, family: Family, rank: int, ranks: int) -> PackHeader:
     """What the pack of this rank must say of itself."""
     shape, record = family.shape(checkpoint.config), family.expert_record(checkpoint, ranks)
+    sizes, identity = (shape.moe_layers, shape.experts_per_layer), checkpoint.identity()
+    if isinstance(record, Exl3Record):
+        source = Exl3Source(checkpoint, family.expert_names(checkpoint), record, rank)
+        stored = [source.stored(layer, expert) for layer in range(sizes[0]) for expert in range(sizes[1])]
+        return exl3_header_of(identity, record, rank, *sizes, stored)
     if record.codec != "mxfp4":
         raise DataError(
-            f"a pack holds MXFP4 experts, these are {record.codec}",
+            f"a pack holds MXFP4 or EXL3 experts, these are {record.codec}",
             where=str(checkpoint.path),
             hint='serve it as it is: source = "checkpoint" in [experts]',
         )
-    return header_of(checkpoint.identity(), record, rank, shape.moe_layers, shape.experts_per_layer)
+    return header_of(identity, record, rank, *sizes)
 
 
-def _reader(source: ExpertSource, record: ExpertRecord, headers: Sequence[Header]) -> ReadRecords:
-    """Reads `record`s: the only rank's own, or whole experts that are cut into every rank's."""
+def _reader(source: RunSource, ranks: int, headers: Sequence[PackHeader]) -> ReadRecords:
+    """Reads the records of a source of so many `ranks`: the only rank's own, or whole experts that are cut into every
+    rank's."""
 
     def read(layer: int, expert: int) -> list[memoryview]:
-        whole = _room(record.slot_bytes)
+        whole = _room(source.slot_bytes(layer, expert))
         source.read(layer, expert, whole)
-        if headers[0].ranks == record.ranks:
+        if headers[0].ranks == ranks:
             return [whole]
-        outs = [_room(header.record_bytes) for header in headers]
+        number = layer * headers[0].experts + expert
+        outs = [_room(header.nbytes(number)) for header in headers]
         for header, out in zip(headers, outs, strict=True):
-            cut(whole, header.record, header.rank, out)
+            if isinstance(header, Exl3Header):
+                cut_exl3(whole, header.record, header.rank, out)
+            elif isinstance(header, Header):
+                cut(whole, header.record, header.rank, out)
         return outs
 
     return read

@@ -5,8 +5,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
-from packers.mxfp4 import Header, Pack, file_name
+from packers.pack_header import PackHeader
+from packers.packs import Pack
 from tided.errors import DataError
 from tided.experts.files import ALIGN_BYTES, RangeFile, Staging
 from tided.experts.source import ReadStats
@@ -15,9 +17,9 @@ from tided.experts.source import ReadStats
 class PackSource:
     """The records of a pack. `verify`: each is checked against its checksum as it is read."""
 
-    def __init__(self, directory: Path, expected: Header, verify: bool) -> None:
+    def __init__(self, directory: Path, expected: PackHeader, verify: bool) -> None:
         """Raises DataError for a pack that is missing, damaged, or not `expected`'s."""
-        self._pack = Pack.open(directory / file_name(expected.rank, expected.ranks))
+        self._pack = Pack.open(directory / expected.file_name)
         _check_identity(self._pack, expected)
         self.record, self.rank, self._verify = expected.record, expected.rank, verify
         self._file = RangeFile(self._pack.path)
@@ -35,11 +37,12 @@ class PackSource:
 
     def read(self, layer: int, expert: int, out: memoryview) -> None:
         """Memory that is page-aligned, as every slot is, is read into directly; other memory through a copy."""
-        nbytes = self.record.slot_bytes
-        if out.nbytes != nbytes:
-            raise ValueError(f"{out.nbytes} bytes of room for a record of {nbytes}")
         began_s = time.perf_counter()
         number = self._pack.number(layer, expert)
+        nbytes = self._pack.header.nbytes(number)
+        if out.nbytes < nbytes:
+            raise ValueError(f"{out.nbytes} bytes of room for a record of {nbytes}")
+        out = out[:nbytes]  # a slot for records of any size is as large as the largest
         aligned = _address(out) % ALIGN_BYTES == 0
         read = self._file.read(
             self._pack.header.offset(number), nbytes, out if aligned else self._staging.buffer(nbytes)
@@ -62,7 +65,7 @@ class PackSource:
             )
 
 
-def _check_identity(pack: Pack, expected: Header) -> None:
+def _check_identity(pack: Pack, expected: PackHeader) -> None:
     found, hint = pack.header, "make the pack of this checkpoint: tidectl pack PROFILE --out DIR"
     if found.model != expected.model:
         raise DataError(
@@ -70,10 +73,14 @@ def _check_identity(pack: Pack, expected: Header) -> None:
             where=str(pack.path),
             hint=hint,
         )
+    if type(found) is not type(expected):
+        raise DataError(f"is a pack of {found.SUFFIX} experts, not {expected.SUFFIX}", where=str(pack.path), hint=hint)
     for name in ("hidden", "intermediate", "rank", "ranks", "layers", "experts"):
         mine, other = getattr(expected, name), getattr(found, name)
         if mine != other:
             raise DataError(f"its {name} is {other}, this model's {mine}", where=str(pack.path), hint=hint)
+    if replace(found, index="") != expected:
+        raise DataError("its experts are stored otherwise than this checkpoint's", where=str(pack.path), hint=hint)
 
 
 def _address(out: memoryview) -> int:
