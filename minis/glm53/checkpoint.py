@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +119,13 @@ def load_parameters(folder: Path) -> tuple[Config, dict[str, Tensor]]:
     for name in shapes:
         found = _ONE_EXPERT.fullmatch(name)
         if found:
-            stacks.setdefault(f"{found[1]}.{found[3]}.weight", []).append(weights.linear(name))
+            stacks.setdefault(f"{found[1]}.{found[3]}.weight", []).append(_floats(weights.linear(name)))
         else:
-            p[f"{name}.weight"] = weights.linear(name)
+            p[f"{name}.weight"] = _floats(weights.linear(name))
     return cfg, p | {name: torch.stack(parts) for name, parts in stacks.items()}
+
+
+def _floats(w: Any) -> Tensor:
+    """A linear layer as the engine keeps it -> fp32 [N, K]."""
+    whole: Tensor = w if isinstance(w, Tensor) else w.dense(0, w.shape[0])
+    return whole

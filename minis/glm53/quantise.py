@@ -31,6 +31,7 @@ from tided.models.glm53.config import Config
 
 # Bits of gate, up, down: from one step to the next one expert grows.
 LADDER = ((2, 2, 2), (2, 2, 3), (3, 3, 3), (3, 3, 4), (4, 4, 4))
+WEIGHT = (1.0, 1.0, 1.5)  # of their errors: what the last projection loses, nothing behind it dampens
 ROWS = 12  # of a domain, for the statistics
 PAD = 2
 
@@ -92,7 +93,7 @@ def widths(
     spent = sum(len(s.use) for s in statistics.values()) * sum(LADDER[0]) * matrix_weights // 8
 
     def error(rung: int) -> float:
-        return sum(4.0**-bits for bits in LADDER[rung])
+        return sum(weight * 4.0**-bits for weight, bits in zip(WEIGHT, LADDER[rung], strict=True))
 
     queue = []
     for layer, s in statistics.items():

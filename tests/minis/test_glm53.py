@@ -17,6 +17,7 @@ from minis.glm53.checkpoint import dense_tensors, load_parameters, mxfp4_experts
 from minis.glm53.config import mini_config
 from minis.glm53.encoding import FIRST_SPECIALS, TOP_SPECIALS, conversation, render
 from minis.glm53.init import fresh
+from minis.glm53.quantise import LADDER, Statistics, widths
 from minis.optim import frozen, use_muon
 from tests.models.rig import load_model, settings
 from tided.chat import glm53
@@ -199,3 +200,16 @@ def test_the_turn_to_be_written_is_left_open():
     d = Dialogue([{"role": "user", "content": "Hi"}])
     assert [s.text for s in render(d, generate=True)][-3:] == [glm53.ASSISTANT, glm53.THINK, glm53.END_THINK]
     assert [s.text for s in render(replace(d, thinking=True), generate=True)][-1] == glm53.THINK
+
+
+def test_widths_follow_use_and_keep_the_budget():
+    g = torch.Generator().manual_seed(0)
+    none = torch.zeros(0)
+    found = {layer: Statistics(none, none, torch.rand(32, generator=g) ** 2, none) for layer in (1, 2)}
+    budget = 64 * 3 * 65536 * 5 // 16  # 2.5 bits
+    chosen = widths(found, 65536, budget)
+    spent = sum(sum(bits) for layer in chosen.values() for bits in layer) * 65536 // 8
+    assert budget - 3 * 8192 < spent <= budget
+    pairs = sorted((float(u), bits) for layer, s in found.items() for u, bits in zip(s.use, chosen[layer], strict=True))
+    assert [bits for _, bits in pairs] == sorted(bits for _, bits in pairs), "more use, no fewer bits"
+    assert {bits for _, bits in pairs} == set(LADDER)
