@@ -93,7 +93,7 @@ def acceptance(b: Bench, p: Params, packed: model.Packed, mode: Mode) -> dict[st
         shares = []
         for j, state in enumerate(steps):  # the chain of row r drafts the token at r + 2 + j in step j at row r + j
             right = model.logits(p, state).argmax(-1) == best.roll(-1, 1)
-            good &= right.roll(-j, 1)
+            good = good & right.roll(-j, 1)
             usable &= full.roll(-j - 1, 1) & (lay.start.roll(-j - 1, 1) == lay.start)
             usable[:, -j - 2 :] = False
             shares.append(good)

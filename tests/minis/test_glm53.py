@@ -205,7 +205,7 @@ def test_the_turn_to_be_written_is_left_open():
 def test_widths_follow_use_and_keep_the_budget():
     g = torch.Generator().manual_seed(0)
     none = torch.zeros(0)
-    found = {layer: Statistics(none, none, torch.rand(32, generator=g) ** 2, none) for layer in (1, 2)}
+    found = {layer: Statistics(none, none, torch.rand(32, generator=g) ** 4, none) for layer in (1, 2)}
     budget = 64 * 3 * 65536 * 5 // 16  # 2.5 bits
     chosen = widths(found, 65536, budget)
     spent = sum(sum(bits) for layer in chosen.values() for bits in layer) * 65536 // 8
