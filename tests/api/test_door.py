@@ -328,18 +328,28 @@ async def test_a_connection_that_is_closed_does_not_wait_for_a_reader(serve, mon
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["with the first", "while it is busy"])
-async def test_a_half_head_behind_a_request_has_its_time_too(serve, engine, early):
+PAYLOAD = json.dumps(said("hi", stream=True)).encode()
+SIZED = LINE + b"Content-Length: %d\r\n\r\n" % len(PAYLOAD)
+CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(PAYLOAD), PAYLOAD)
+HALVES = {
+    "with the first": [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + HALF],
+    "while it is busy": [SIZED + PAYLOAD, HALF],
+    "with head and body": [SIZED + PAYLOAD + HALF],
+    "with the body": [SIZED, PAYLOAD + HALF],
+    "with the body's end": [SIZED[:-2], SIZED[-2:] + PAYLOAD[:5], PAYLOAD[5:] + HALF],
+    "with the last chunk": [LINE + b"Transfer-Encoding: chunked\r\n\r\n", CHUNKED + HALF],
+}
+
+
+@pytest.mark.parametrize("sent", HALVES.values(), ids=HALVES)
+async def test_a_half_head_behind_a_request_has_its_time_too(serve, engine, sent):
     server = await serve(PATIENT, head_timeout_s=0.3)
-    payload = json.dumps(said("hi", stream=True)).encode()
-    if early:
-        reader, writer = await connect(server, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + HALF)
-    else:
-        reader, writer = await connect(server, LINE + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)
+    reader, writer = await connect(server)
+    for piece in sent:
+        writer.write(piece)
+        await until(lambda piece=piece: [held._end for held in server.door.held] == [piece[-4:]])
+    if sent[0].startswith(LINE):
         await until(lambda: len(engine.answers) == 1)
-        (held,) = server.door.held
-        writer.write(HALF)
-        await until(lambda: held._end == HALF[-4:])
         engine.answers[0].start().say("</think>x").finish()
     found = await rest_of(reader)
     assert (found.count(b" 200 OK"), found.count(b" 408 ")) == (1, 1)
@@ -360,6 +370,35 @@ async def test_a_body_in_pieces_and_whole_heads_leave_a_connection_in_peace(serv
     assert b" 408 " in await rest_of(late_reader)  # so the other has been idle as long
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert (await rest_of(reader)).count(b" 200 OK") == 1
+    late.close()
+    writer.close()
+
+
+WHOLE = [
+    [SIZED + PAYLOAD],
+    [SIZED + PAYLOAD, SIZED + PAYLOAD],
+    [SIZED + PAYLOAD + SIZED + PAYLOAD],
+    [SIZED, PAYLOAD + SIZED, PAYLOAD],
+    [LINE + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED],
+    [LINE + b"Transfer-Encoding: chunked\r\n\r\n", CHUNKED[:9], CHUNKED[9:] + SIZED + PAYLOAD],
+]
+
+
+@pytest.mark.parametrize("sent", WHOLE, ids=map(len, WHOLE))
+async def test_who_has_sent_whole_requests_is_not_told_that_a_head_is_late(serve, engine, sent):
+    server = await serve(PATIENT, head_timeout_s=0.2)
+    engine.script("</think>x")
+    reader, writer = await connect(server)
+    for piece in sent:
+        writer.write(piece)
+        await until(lambda piece=piece: [held._end for held in server.door.held] == [piece[-4:]])
+    for _ in range(b"".join(sent).count(LINE)):
+        await asyncio.wait_for(reader.readuntil(b"[DONE]"), 10)
+    late_reader, late = await connect(server, HALF)
+    assert b" 408 " in await rest_of(late_reader)  # so the other has been idle as long
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert b" 408 " not in (found := await rest_of(reader))
+    assert found.count(b" 200 OK") == 1
     late.close()
     writer.close()
 

@@ -134,7 +134,7 @@ async def test_every_name_is_documented_and_every_documented_name_is_told(server
     def play(answer):
         stats = RequestStats(answer.request, submitted_s=1.0)
         stats.admitted(0, 2.0, 1, EngineReads())
-        stats.cached_tokens = 3
+        stats.cached_tokens, stats.prefix_source = 3, "disk"
         for _ in range(5):
             stats.token(3.0)
         stats.stepped(3, 3)
@@ -147,7 +147,7 @@ async def test_every_name_is_documented_and_every_documented_name_is_told(server
     await server.ask(said("hi"))
     found = await scraped(server)
     assert (found["tidelm_spec_drafted_total",], found["tidelm_spec_accepted_total",]) == (3, 2)
-    assert found["tidelm_prefix_hits_total", "cache"] == 1
+    assert found["tidelm_prefix_hits_total", "disk"] == 1
     assert found["tidelm_inter_token_seconds_count",] == 4
     told = {name for name, *_ in found if not name.startswith("process_")}
     told = {re.sub("_(bucket|count|sum|created)$", "", name) if HISTOGRAM.search(name) else name for name in told}

@@ -67,6 +67,8 @@ def test_a_prefix_that_is_hit_is_as_good_as_computed(ranks, replay):
         assert hit.tokens(request.request_id) == plain.tokens(request.request_id), request.request_id
     assert [cached(hit, name) for name in ("first", "again", "other", "half")] == [0, 230, 224, 96]
     assert [cached(plain, name) for name in ("again", "other")] == [0, 0]
+    told = [{"source": "none", "restored_tokens": 0}, {"source": "ram", "restored_tokens": 230}]
+    assert [hit.stats(name)["prefix"] for name in ("first", "again")] == told
     # Only what is computed is prefilled, and only that votes.
     picks = [hit.stats(name)["prefill"]["routed_picks"] for name in ("first", "again", "other")]
     assert picks[1:] == [0, picks[0] * 6 // 230]
@@ -82,6 +84,7 @@ def test_a_prefix_from_disk_outlives_the_process(ranks, tmp_path):
     later = Served(disk, [ask("b", OTHER_END)], cache_dir=tmp_path)
     plain = Served(model(ranks), [ask("b", OTHER_END)])
     assert (later.faults, cached(later, "b")) == ([], 224)
+    assert later.stats("b")["prefix"] == {"source": "disk", "restored_tokens": 224}
     assert later.tokens("b") == plain.tokens("b")
 
 

@@ -99,6 +99,7 @@ class Connection(asyncio.Protocol):
         self._busy = self._paused = False
         self._body: StreamReader | None = None  # of the request that is busy
         self._beyond = False  # whether what came last is behind that request
+        self._behind = -1  # bytes that came with a head, after its end; -1: it has none yet
         self._end = b""  # of what came: its last four bytes
 
     @classmethod
@@ -109,7 +110,8 @@ class Connection(asyncio.Protocol):
 
     def begun(self, request: web.Request) -> None:
         """The head of a request is whole."""
-        self._busy, self._body, self._beyond = True, request.content, not request.body_exists
+        body, self._busy = request.content, True
+        self._body, self._beyond = body, not request.body_exists or (body.is_eof() and self._behind > body.total_bytes)
         self._door.idle.pop(self, None)
         self._stop_timer()
         if self.at_rest():
@@ -117,7 +119,7 @@ class Connection(asyncio.Protocol):
 
     def over(self) -> None:
         """The request has its reply, which is about to be written."""
-        self._busy, self._body = False, None
+        self._busy, self._body, self._behind = False, None, -1
         if self not in self._door.held:
             return
         self._door.idle[self] = None
@@ -149,12 +151,22 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._transport is None:
             return
-        if not self._busy:
+        body, before = self._body, 0
+        if body is None:
             self._start_timer()
-        elif self._body is not None and self._body.is_eof():
-            self._beyond = True
+            self._count_behind(data)
+        else:
+            before = body.total_bytes
         self._end = (self._end + data[-4:])[-4:]
         self._handler.data_received(data)
+        if body is not None and body.is_eof():
+            self._beyond |= len(data) > body.total_bytes - before
+
+    def _count_behind(self, data: bytes) -> None:
+        if self._behind >= 0:
+            self._behind += len(data)
+        elif (at := (seen := self._end[-3:] + data).find(_HEAD_END)) >= 0:
+            self._behind = len(seen) - at - len(_HEAD_END)
 
     def eof_received(self) -> bool | None:
         return None if self._transport is None else self._handler.eof_received()

@@ -88,7 +88,7 @@ class Metrics(Collector):
         self.counts["cached_prompt_tokens"] += usage["prompt_cache_hit_tokens"]
         self.counts["generation_tokens"] += usage["completion_tokens"]
         self.counts["reasoning_tokens"] += usage["completion_tokens_details"]["reasoning_tokens"]
-        self.prefix_hits["cache" if stats.get("prefix_cached_tokens") else "none"] += 1
+        self.prefix_hits[(stats.get("prefix") or {}).get("source", "none")] += 1
         for name, key in [("queue", "queue_s"), ("prefill", "prefill_s"), ("time_to_first_token", "ttft_s")]:
             if (value := stats.get(key)) is not None:
                 self.histograms[name].observe(value)
@@ -124,7 +124,7 @@ class Metrics(Collector):
         yield requests
         for name in _COUNTS:
             yield CounterMetricFamily(f"tidelm_{name}", _COUNTS[name], value=self.counts[name])
-        hits = CounterMetricFamily("tidelm_prefix_hits", "Answers by where their prefix came from.", labels=["source"])
+        hits = CounterMetricFamily("tidelm_prefix_hits", "Answers by where their prefix was found.", labels=["source"])
         for source, count in sorted(self.prefix_hits.items()):
             hits.add_metric([source], count)
         yield hits

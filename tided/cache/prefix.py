@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tided.cache import bundle
 from tided.cache.background import Background, free_bytes, private_folder
@@ -29,12 +29,13 @@ HEAD_BYTES = 1 << 16
 
 
 class Snapshot(NamedTuple):
-    """`pages[i]`: those that chunk i completed."""
+    """`pages[i]`: those that chunk i completed. `source`: where it was found; of one on disk pages may be in memory."""
 
     key: str
     tokens: int
     state: Parts
     pages: tuple[Parts, ...]
+    source: Literal["ram", "disk"] = "ram"
 
 
 class PrefixCache:
@@ -141,7 +142,7 @@ class PrefixCache:
             os.utime(self._path(key, STATE))
         if self._ram.budget_bytes:
             self._keep(key, head[0].tokens, entry.needs, pages, head[1])
-        return Snapshot(key, head[0].tokens, head[1], tuple(pages[need] for need in entry.needs))
+        return Snapshot(key, head[0].tokens, head[1], tuple(pages[need] for need in entry.needs), "disk")
 
     def _load(self, key: str, kind: str) -> tuple[bundle.Head, Parts] | None:
         """What a file holds; a file that does not count any more, and all that need it, are dropped."""

@@ -138,6 +138,11 @@ class Caching:
         inner = [end for end in ends if end.tokens < keys.tokens]
         return [c for c in (Candidate(keys.tokens, keys.whole), *reversed(inner)) if self.prefixes.holds(c.key)]
 
+    def source(self, restore: Restore | None) -> str:
+        """Where this rank found what a lane is about to begin with."""
+        snapshot = self._read.get(restore.ticket) if restore else None
+        return snapshot.source if snapshot else "none"
+
     def restore(self, index: int, restore: Restore) -> tuple[LaneState, Tensor | None]:
         """The lane, and the logits of its last token where the prompt is whole. Raises PairError for a snapshot that
         rank 0 counts on and this rank has not."""

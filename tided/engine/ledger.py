@@ -93,6 +93,7 @@ class Ledger:
             self.traces.began(admission.request.request_id, step.seq - 1, time.monotonic())
             stats.admitted(admission.lane, time.monotonic(), len(self._scheduler.running), self.reads())
             stats.cached_tokens = admission.restore.tokens if admission.restore else 0
+            stats.prefix_source = self._executor.caching.source(admission.restore)
             self.events.append(Started(admission.request.request_id, stats.cached_tokens))
         for lane in step.park:
             self._stats(lane).parked += 1
@@ -262,6 +263,8 @@ class Ledger:
         report = stats.report(self.residency, time.monotonic(), self.reads())
         guide = self._guides.get(request_id)
         report["grammar"] = {"active": guide is not None, "mask_ms": None if guide is None else 1e3 * guide.mask_s}
+        used, total = self._scheduler.held_tokens, self._scheduler.limits.pool_tokens
+        report["kv"] = {"tokens_used": used, "tokens_total": total}
         log.info("%s", log_line(request_id, reason, report))
         prompt, completion = len(stats.request.prompt_ids), stats.completion_tokens
         self.events.append(Finished(request_id, reason, prompt, completion, report))

@@ -129,6 +129,7 @@ class RequestStats:
     lane: int | None = None
     lanes_busy: int = 0
     cached_tokens: int = 0
+    prefix_source: str = "none"  # "ram", "disk": where rank 0 found the prompt's beginning
     parked: int = 0
     prefill_s: float = 0.0
     prefilled_tokens: int = 0
@@ -191,6 +192,7 @@ class RequestStats:
             "prompt_tokens": len(self.request.prompt_ids),
             "cached_tokens": self.cached_tokens,
             "prefix_cached_tokens": self.cached_tokens,
+            "prefix": {"source": self.prefix_source, "restored_tokens": self.cached_tokens},
             "completion_tokens": self.completion_tokens,
             "queue_s": rounded(queued_until - self.submitted_s),
             "prefill_s": rounded(self.prefill_s),
@@ -201,10 +203,7 @@ class RequestStats:
             "steps": self.depths.total(),
             "accept_len_mean": rounded(ratio(self.stepped_tokens, self.depths.total())),
             "spec_depth": {str(depth): steps for depth, steps in sorted(self.depths.items())},
-            "spec": {
-                "drafted": sum(depth * steps for depth, steps in self.depths.items()),
-                "accepted": self.stepped_tokens - self.depths.total(),
-            },
+            "spec": self._spec(),
             "loop_break": self.loop_break,
             "lane": self.lane,
             "lanes_busy": self.lanes_busy,
@@ -216,7 +215,7 @@ class RequestStats:
             "prefill_expert_misses": int(self.prefill.missed),
             "substituted_weight_share": rounded(both.substituted_weight_share, 6),
             "swaps": self.swaps,
-            "experts": self._experts(both, residency),
+            "experts": self._experts(both, residency) | {"hot_reads": since.hot_issued, "hot_bytes": since.hot_bytes},
             "prefill": self.prefill.report(self.has_ring),
             "decode": self.decode.report(self.has_ring),
             "prune_miss_request": {
@@ -241,6 +240,17 @@ class RequestStats:
                 "per_layer_min": min(residency.by_layer, default=0),
                 "per_layer_max": max(residency.by_layer, default=0),
             },
+        }
+
+    def _spec(self) -> dict[str, Any]:
+        """`steps`: those that verified drafts; the means are those of all decode steps."""
+        steps, drafted = self.depths.total(), sum(depth * steps for depth, steps in self.depths.items())
+        return {
+            "steps": steps - self.depths[0],
+            "drafted": drafted,
+            "accepted": self.stepped_tokens - steps,
+            "accept_len_mean": rounded(ratio(self.stepped_tokens, steps)),
+            "depth_mean": rounded(ratio(drafted, steps)),
         }
 
     def _experts(self, both: Picks, residency: Residency) -> dict[str, Any]:
