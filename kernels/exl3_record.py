@@ -11,7 +11,7 @@ and then zeros up to a multiple of 4 KiB. The intermediate dimension is cut over
 their svh, rows of down with its suh. What is cut is never quantised again: whole blocks are independent.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -40,11 +40,13 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Exl3Record:
-    """Sizes in weights: `hidden` D, `intermediate` of the whole expert, cut over `ranks`."""
+    """Sizes in weights: `hidden` D, `intermediate` of the whole expert, cut over `ranks`. `kinds`: codebooks and half
+    bits of all matrices that there are, sorted; empty: not known."""
 
     hidden: int
     intermediate: int
     ranks: int
+    kinds: tuple[tuple[Codebook, int], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.hidden % BLOCK or self.intermediate % (BLOCK * self.ranks):

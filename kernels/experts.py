@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import exl3
 from kernels.exl3_record import Exl3Record
 from kernels.formats import fp4_rows
-from kernels.numerics import NATIVE, Numerics
+from kernels.numerics import FP32, NATIVE, Numerics
 from kernels.record import ExpertRecord
 from kernels.rows import ROWS, matmul, singly
 from kernels.swiglu import clamped_swiglu
@@ -52,6 +52,8 @@ def grouped_experts(
     if x.is_cuda and numerics is NATIVE and isinstance(record, ExpertRecord):
         out: Tensor = _form(len(picks), limit).grouped_experts(x, slots, record, picks, weights, limit)
         return out
+    if x.is_cuda and isinstance(record, Exl3Record) and numerics is not FP32:
+        return _exl3_form().grouped_experts(x, slots, record, picks, weights, limit)  # type: ignore[no-any-return]
     if int(picks.min()) < 0:
         raise ValueError("a chosen expert has no slot")
     outputs = x.new_empty(*picks.shape, record.hidden)
@@ -64,6 +66,12 @@ def _form(rows: int, limit: float) -> ModuleType:
     from kernels import experts_chunk_triton, experts_triton
 
     return experts_triton if rows <= ROWS and limit <= experts_triton.MAX_LIMIT else experts_chunk_triton
+
+
+def _exl3_form() -> ModuleType:
+    from kernels import exl3_triton
+
+    return exl3_triton
 
 
 def pick_outputs(
@@ -81,6 +89,9 @@ def pick_outputs(
     expert in one call, and the bits are those of one call for all."""
     if x.is_cuda and numerics is NATIVE and isinstance(record, ExpertRecord):
         _form(len(picks), limit).pick_outputs(outputs, x, slots, record, picks, weights, limit)
+        return
+    if x.is_cuda and isinstance(record, Exl3Record) and numerics is not FP32:
+        _exl3_form().pick_outputs(outputs, x, slots, record, picks, weights, limit)
         return
     count, top_k = picks.shape
     single = count == 1 or singly(count)

@@ -25,7 +25,7 @@ from tided.engine.slots import arena_of
 from tided.errors import ConfigError
 from tided.experts.arena import Pair
 from tided.experts.bank import ExpertBank
-from tided.experts.checkpoint import Record, sizes_in, source_of
+from tided.experts.checkpoint import Record, described, source_of
 from tided.experts.fetch import SyncRules, UrgentReads
 from tided.experts.io import IoScheduler
 from tided.experts.pack import PackSource
@@ -97,7 +97,7 @@ def open_model(settings: Settings) -> OpenedModel:
         raise ConfigError(f"vision.rank = {settings.vision.rank}: this model has no vision tower", hint="set it to -1")
     record = family.expert_record(checkpoint, settings.parallel.ranks)
     names = family.expert_names(checkpoint)
-    sizes = sizes_in(checkpoint, names, record, shape.moe_layers, shape.experts_per_layer)
+    record, sizes = described(checkpoint, names, record, shape.moe_layers, shape.experts_per_layer)
     spare_slots, ring_slots = settings.experts.spare_slots, settings.tide.hot_ring_slots
     kinds = None if sizes is None else kinds_of(sizes, spare_slots, ring_slots)
     return OpenedModel(settings, checkpoint, family, shape, record, kinds)

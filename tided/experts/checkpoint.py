@@ -6,7 +6,7 @@ import numpy.typing as npt
 from kernels.exl3_record import Exl3Record
 from kernels.record import ExpertRecord
 from packers.shards import Checkpoint
-from tided.experts.exl3_source import Exl3Source, sizes_of
+from tided.experts.exl3_source import Exl3Source, describe
 from tided.experts.source import CheckpointSource, ExpertNames
 
 Record = ExpertRecord | Exl3Record
@@ -19,10 +19,11 @@ def source_of(checkpoint: Checkpoint, names: ExpertNames, record: Record, rank: 
     return CheckpointSource(checkpoint, names, record, rank)
 
 
-def sizes_in(
+def described(
     checkpoint: Checkpoint, names: ExpertNames, record: Record, layers: int, experts: int
-) -> npt.NDArray[np.int64] | None:
-    """[layers, experts] bytes of every record on one rank (on all the same); None: all have `record.slot_bytes`."""
+) -> tuple[Record, npt.NDArray[np.int64] | None]:
+    """The record with what is known of these layers' experts, and [layers, experts] bytes of each on one rank, the same
+    on all; None: all have `record.slot_bytes`. Reads headers alone."""
     if isinstance(record, ExpertRecord):
-        return None
-    return sizes_of(Exl3Source(checkpoint, names, record, 0), layers, experts)
+        return record, None
+    return describe(Exl3Source(checkpoint, names, record, 0), layers, experts)

@@ -1,6 +1,7 @@
 """Routed EXL3 experts out of an original checkpoint: every record has the size that its matrices give it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +101,11 @@ def _stored(matrices: Sequence[StoredMatrix]) -> Stored:
     return Stored((gate.half_bits, up.half_bits, down.half_bits), (gate.codebook, up.codebook, down.codebook))
 
 
-def sizes_of(source: Exl3Source, layers: int, experts: int) -> npt.NDArray[np.int64]:
-    """[layers, experts] bytes of every record. Reads headers alone."""
-    sizes = [[source.slot_bytes(layer, expert) for expert in range(experts)] for layer in range(layers)]
-    return np.array(sizes, dtype=np.int64)
+def describe(source: Exl3Source, layers: int, experts: int) -> tuple[Exl3Record, npt.NDArray[np.int64]]:
+    """The source's record with the kinds of matrices that there are; [layers, experts] bytes of every record."""
+    stored = [[source.stored(layer, expert) for expert in range(experts)] for layer in range(layers)]
+    each = {one for row in stored for one in row}
+    kinds = {kind for one in each for kind in zip(one.codebooks, one.half_bits, strict=True)}
+    sizes = {one: source.record.slot_bytes(one) for one in each}
+    found = np.array([[sizes[one] for one in row] for row in stored], dtype=np.int64)
+    return replace(source.record, kinds=tuple(sorted(kinds))), found

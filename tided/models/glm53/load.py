@@ -16,7 +16,7 @@ from tided.cache.pool import PAGE_TOKENS, Layout, Pool, Source
 from tided.cache.share import ALONE, Share
 from tided.errors import ConfigError, DataError, TensorError
 from tided.experts.bank import ExpertBank
-from tided.experts.checkpoint import Record, source_of
+from tided.experts.checkpoint import Record, described, source_of
 from tided.models.glm53.block import load_block
 from tided.models.glm53.config import Config, read_config
 from tided.models.glm53.drafter import CHAIN, STATES, load_drafter
@@ -125,6 +125,7 @@ def _with_drafter(model: Glm53, weights: Weights, c: Config, contexts: Contexts,
     _require_drafter(c)
     record = expert_record(weights.checkpoint, c, weights.group.ranks, c.num_hidden_layers)
     names = expert_names(weights.checkpoint, c, c.num_hidden_layers)
+    record, _ = described(weights.checkpoint, names, record, 1, c.n_routed_experts)
     source = source_of(weights.checkpoint, names, record, weights.group.rank)
     bank = resident_bank(source, record, 1, c.n_routed_experts, weights.device)
     size = int(draft) if draft.isdigit() else CHAIN

@@ -1,0 +1,370 @@
+"""EXL3 experts on CUDA: the fast form of `kernels.experts` for `Exl3Record`s, for decode steps and for chunks.
+
+Experts of any widths and codebooks go in one launch: a program reads the header of its expert's record and takes the
+body that was compiled for such a matrix. Every program has so many columns of one expert, for all rows that want it:
+weights are decoded once, into fp16 exactly, and multiplied by the matrix unit with rows padded to M.
+
+A tile's 256 weights come in groups of G that share two words: the word in which the group ends and the one before, of
+which each register is 16 bits. In the order of the stream a tile is [c 8, r 4, c 2, r 2, r 2] (`exl3.inner`); rows of
+the activations lie in memory in the order [r 4, r 2, r 2] of theirs (`_place`), so that only columns are turned, when
+they are stored.
+
+Launches: `_distinct` (of a decode step) finds the distinct experts; `_turn` scales and rotates each pick's row, for
+gate and for up; `_product` multiplies, each program a part of K; `_activate` adds these parts, rotates back, ends in
+the rounded hidden row and rotates it for down; `_product` again; `_finish` adds the parts, rotates back and adds the
+picks of a token in the order of k. All sums have one order: a row has the same bits in any company.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.exl3_record import CODEBOOKS, Exl3Record, widths
+from kernels.rows import ROWS
+
+KINDS = 32  # half bits of one codebook; a matrix's kind is codebook * KINDS + half bits
+ALL = sum(1 << (book * KINDS + bits) for book, name in enumerate(CODEBOOKS) for bits in widths(name))
+RSQRT_BLOCK = tl.constexpr(128**-0.5)
+
+
+@triton.jit
+def _place(row):
+    """Where row r of a tile's 16 lies among the activations: r[2:1], r[3], r[0]."""
+    return (row & ~15) + ((row >> 1) & 3) * 4 + ((row >> 3) & 1) * 2 + (row & 1)
+
+
+@triton.jit
+def _hadamard(x, ROWS_: tl.constexpr):
+    """x [ROWS_, 128] fp32 -> each row times the Sylvester matrix over sqrt(128). A stage adds and subtracts along the
+    highest bit of the index and makes it the lowest: after seven all are where they were."""
+    for _ in tl.static_range(7):
+        a, b = tl.split(x.reshape(ROWS_, 2, 64).permute(0, 2, 1))
+        x = tl.join(a + b, a - b).reshape(ROWS_, 128)
+    return x * RSQRT_BLOCK
+
+
+@triton.jit
+def _value(state, BOOK: tl.constexpr):
+    """state: the 16 bits of a register as uint32 -> its fp16 number (`exl3.table`)."""
+    if BOOK == 2:
+        x = state * 0x83DCD12D
+        pairs = (x & 0x00FF00FF) + ((x >> 8) & 0x00FF00FF)
+        total = 1024 + (pairs & 0xFFFF) + (pairs >> 16)
+        return (total.to(tl.float32) * 0.00676727294921875 + -10.3828125).to(tl.float16)
+    else:
+        x = state * 0xCBAC1FED if BOOK == 1 else state * 89226354 + 64248484
+        x = (x & 0x8FFF8FFF) ^ 0x3B603B60
+        low = (x & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+        return low + (x >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _register(low, high, J: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, BOOK: tl.constexpr):
+    """Weight J of a group of G. `low` ends with the group, `high` with its first half."""
+    after: tl.constexpr = (G - 1 - J) * (HALF // 2) + (HALF % 2) * (G // 2 - (J + 1) // 2)
+    middle: tl.constexpr = (G - G // 2) * (HALF // 2) + (HALF % 2) * (G // 2 - (G // 2) // 2)
+    if J < G // 2:
+        return _value((high >> (after - middle)) & 0xFFFF, BOOK)
+    else:
+        return _value((low >> after) & 0xFFFF, BOOK)
+
+
+@triton.jit
+def _joined(low, high, FIRST: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, BOOK: tl.constexpr):
+    """Weights FIRST, FIRST + 2, .. of a group, the highest bit of their number first."""
+    if G == 2:
+        return _register(low, high, FIRST, G, HALF, BOOK)
+    elif G == 4:
+        return tl.join(_register(low, high, FIRST, G, HALF, BOOK), _register(low, high, FIRST + 2, G, HALF, BOOK))
+    else:
+        return tl.join(
+            tl.join(_register(low, high, FIRST, G, HALF, BOOK), _register(low, high, FIRST + 4, G, HALF, BOOK)),
+            tl.join(_register(low, high, FIRST + 2, G, HALF, BOOK), _register(low, high, FIRST + 6, G, HALF, BOOK)),
+        )
+
+
+@triton.jit
+def _walk(
+    acc, x, words, first, tiles, row_tiles, valid,
+    HALF: tl.constexpr, BOOK: tl.constexpr, M: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc [M, ACROSS * 16] and the product of activation rows x [M] (pointers to their first value) with tile columns
+    `words` (pointer to the first tile of the first row) over tile rows first .. first + tiles."""
+    # How many weights share two words: their span and what the shift takes off must fit into 64 bits.
+    G: tl.constexpr = 8 if (HALF <= 6 or HALF == 8) else (2 if HALF == 14 else 4)
+    GROUPS: tl.constexpr = 256 // G
+    BITS: tl.constexpr = G * HALF // 2
+    WORDS: tl.constexpr = 4 * HALF
+    MIDDLE: tl.constexpr = (G - G // 2) * (HALF // 2) + (HALF % 2) * (G // 2 - (G // 2) // 2)
+    end = (tl.arange(0, GROUPS) + 1) * BITS - 1
+    last = end >> 5
+    before = tl.where(last == 0, WORDS - 1, last - 1)
+    skip = (31 - (end & 31)).to(tl.uint64)[None, None, :]
+    down, across = tl.arange(0, DOWN), tl.arange(0, ACROSS)
+    tile = (down[:, None] * row_tiles + across[None, :]) * WORDS
+    column = tl.arange(0, DOWN * 16)
+    for step in tl.range(0, tiles // DOWN, num_stages=STAGES):
+        at = words + (first + step * DOWN).to(tl.int64) * row_tiles * WORDS
+        low = tl.load(at + tile[:, :, None] + last[None, None, :]).to(tl.uint32, bitcast=True).to(tl.uint64)
+        high = tl.load(at + tile[:, :, None] + before[None, None, :]).to(tl.uint32, bitcast=True).to(tl.uint64)
+        both = (high << 32) | low
+        low, high = (both >> skip).to(tl.uint32), (both >> (skip + MIDDLE)).to(tl.uint32)
+        even, odd = _joined(low, high, 0, G, HALF, BOOK), _joined(low, high, 1, G, HALF, BOOK)
+        weight = tl.join(even, odd).reshape(DOWN, ACROSS, 8, 4, 2, 2, 2)
+        weight = weight.permute(0, 3, 5, 6, 1, 2, 4).reshape(DOWN * 16, ACROSS * 16)
+        rows = tl.load(x[:, None] + ((first + step * DOWN) * 16 + column)[None, :], mask=valid[:, None], other=0.0)
+        if ASM:
+            acc = tl.dot(rows, weight, acc)
+        else:
+            acc += tl.dot(rows.to(tl.float32), weight.to(tl.float32), input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _distinct(picks, table, count, PICKS: tl.constexpr, M: tl.constexpr):
+    """table, int32: slot of each distinct expert in the order of first pick [PICKS], -1 behind them; then the picks
+    that want each [PICKS, M], -1 behind them."""
+    every = tl.arange(0, PICKS)
+    slots = tl.load(picks + every, mask=every < count, other=-1)
+    same = slots[:, None] == slots[None, :]  # [of, among]
+    before = tl.sum((same & (every[None, :] < every[:, None])).to(tl.int32), 1)
+    first = (before == 0) & (slots >= 0)
+    order = tl.cumsum(first.to(tl.int32), 0) - 1
+    leader = tl.min(tl.where(same, every[None, :], PICKS), 1)
+    expert = tl.sum(tl.where(every[None, :] == leader[:, None], order[None, :], 0), 1)
+    tl.store(table + every, tl.full([PICKS], -1, tl.int32))
+    wanted = tl.arange(0, M)
+    tl.store(table + PICKS + every[:, None] * M + wanted[None, :], tl.full([PICKS, M], -1, tl.int32))
+    tl.debug_barrier()
+    tl.store(table + expert, slots, mask=first)
+    tl.store(table + PICKS + expert * M + before, every, mask=slots >= 0)
+
+
+@triton.jit
+def _turn(x, picks, slots, unit, turned, hidden, top_k, count, BLOCKS: tl.constexpr):
+    """BLOCKS blocks of 128 inputs of a pick's row: turned [2, picks, hidden] fp16, scaled and rotated for gate and up,
+    in the order of `_place`."""
+    pick, side = tl.program_id(0), tl.program_id(2)
+    slot = tl.load(picks + pick)
+    if slot < 0:
+        return
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    here = column < hidden
+    scales = (slots + slot.to(tl.int64) * unit + 128).to(tl.pointer_type(tl.float16)) + side * hidden
+    value = tl.load(x + (pick // top_k).to(tl.int64) * hidden + column, mask=here, other=0.0).to(tl.float32)
+    value = _hadamard(value * tl.load(scales + column, mask=here, other=0.0).to(tl.float32), BLOCKS)
+    at = turned + (side * count + pick).to(tl.int64) * hidden
+    tl.store(at + _place(column), value.to(tl.float16), mask=here)
+
+
+@triton.jit
+def _product(
+    slots, unit, table, x, parts, hidden, share, items, count, vectors,
+    DOWN_SIDE: tl.constexpr, MASK: tl.constexpr, M: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """ACROSS tile columns of one expert, a part of K, for up to M picks: parts [SPLITS, picks, outputs] fp32. Outputs
+    are gate | up, or those of down (DOWN_SIDE). x: rows of every pick, [2, picks, hidden] or [picks, share]."""
+    item, part = tl.program_id(1), tl.program_id(2)
+    slot = tl.load(table + item)
+    if slot < 0:
+        return
+    found = tl.load(table + items + item * M + tl.arange(0, M))
+    valid = found >= 0
+    found = tl.maximum(found, 0).to(tl.int64)
+    record = slots + slot.to(tl.int64) * unit
+    tile = tl.program_id(0) * ACROSS
+    gate_half, up_half = tl.load(record + 1).to(tl.int32), tl.load(record + 2).to(tl.int32)
+    weights = hidden.to(tl.int64) * share // 16  # bytes of half a bit of each
+    if DOWN_SIDE:
+        half, book = tl.load(record + 3).to(tl.int32), tl.load(record + 6).to(tl.int32)
+        at = record + vectors + weights * (gate_half + up_half)
+        row_tiles, all_tiles, outputs = hidden // 16, share // 16, hidden
+        rows = x + found * share
+        column = tile
+    else:
+        side = tile // (share // 16)
+        half, book = tl.where(side == 0, gate_half, up_half), tl.load(record + 4 + side).to(tl.int32)
+        at = record + vectors + tl.where(side == 0, 0, weights * gate_half)
+        row_tiles, all_tiles, outputs = share // 16, hidden // 16, 2 * share
+        rows = x + (side * count + found) * hidden
+        column = tile - side * row_tiles
+    words = at.to(tl.pointer_type(tl.int32)) + column.to(tl.int64) * half * 4
+    kind = book * 32 + half
+    tiles = all_tiles // SPLITS
+    acc = tl.zeros([M, ACROSS * 16], tl.float32)
+    for one in tl.static_range(96):
+        if (MASK >> one) & 1:  # noqa: SIM102 (the one is known when compiled, the other is not)
+            if kind == one:
+                acc = _walk(
+                    acc, rows, words, part * tiles, tiles, row_tiles, valid,
+                    one % 32, one // 32, M, DOWN, ACROSS, STAGES, ASM,
+                )  # fmt: skip
+    turned = tl.arange(0, ACROSS * 16)
+    turned = (turned & ~15) + (turned & 1) * 8 + ((turned >> 1) & 7)  # columns come as c[2:0], c[3]
+    out = parts + (part.to(tl.int64) * count + found) * outputs
+    tl.store(out[:, None] + (tile * 16 + turned)[None, :], acc, mask=valid[:, None])
+
+
+@triton.jit
+def _total(parts, column, count, row, outputs, SPLITS: tl.constexpr):
+    """[1, 128]: the parts of a row's block, added in order."""
+    total = tl.load(parts + row.to(tl.int64) * outputs + column)
+    for part in tl.static_range(1, SPLITS):
+        total += tl.load(parts + (part * count + row).to(tl.int64) * outputs + column)
+    return total
+
+
+@triton.jit
+def _rounded(value):
+    """fp32 to bf16, held as fp32, to nearest even. By integers: the interpreter's conversions cut off instead."""
+    bits = value.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _activate(
+    parts, picks, slots, unit, weights, turned, hidden, share, count, limit,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One block of 128 of the hidden row of a pick: turned [picks, share] fp16, scaled and rotated for down."""
+    pick, block = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(picks + pick)
+    if slot < 0:
+        return
+    vectors = (slots + slot.to(tl.int64) * unit + 128).to(tl.pointer_type(tl.float16))
+    column = block * 128 + tl.arange(0, 128)[None, :]
+    outputs, svh = 2 * share, vectors + 2 * hidden
+    gate = _hadamard(_total(parts, column, count, pick, outputs, SPLITS), 1) * tl.load(svh + column).to(tl.float32)
+    up = _hadamard(_total(parts, share + column, count, pick, outputs, SPLITS), 1)
+    up = _rounded(up * tl.load(svh + share + column).to(tl.float32))
+    gate = tl.minimum(_rounded(gate), limit)
+    up = tl.maximum(tl.minimum(up, limit), -limit)
+    value = _rounded(gate / (1.0 + tl.exp(-gate)) * up * tl.load(weights + pick))
+    value = _hadamard(value * tl.load(svh + 2 * share + column).to(tl.float32), 1)
+    tl.store(turned + pick.to(tl.int64) * share + _place(column), value.to(tl.float16))
+
+
+@triton.jit
+def _finish(
+    parts, picks, slots, unit, out, hidden, share, count, TOP_K: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """One block of 128 outputs of a token: its picks added in the order of k, [tokens, hidden] fp32. Picks without a
+    slot count for nothing; where TOP_K is 1 (each pick by itself) they leave their place as it is."""
+    token, block = tl.program_id(0), tl.program_id(1)
+    column = block * 128 + tl.arange(0, 128)[None, :]
+    if TOP_K == 1:  # noqa: SIM102
+        if tl.load(picks + token) < 0:
+            return
+    total = tl.zeros([1, 128], tl.float32)
+    for k in tl.static_range(TOP_K):
+        pick = token * TOP_K + k
+        slot = tl.load(picks + pick)
+        if slot >= 0:
+            svh = (slots + slot.to(tl.int64) * unit + 128).to(tl.pointer_type(tl.float16)) + 2 * hidden + 3 * share
+            value = _hadamard(_total(parts, column, count, pick, hidden, SPLITS), 1)
+            total += value * tl.load(svh + column).to(tl.float32)
+    tl.store(out + token.to(tl.int64) * hidden + column, total)
+
+
+# DOWN x ACROSS tiles at a time; SPLITS parts of K. A decode step has few experts, and many programs are wanted.
+GATE_UP = {"DOWN": 4, "ACROSS": 4, "SPLITS": 4, "STAGES": 3, "num_warps": 4}
+DOWN = {"DOWN": 4, "ACROSS": 4, "SPLITS": 1, "STAGES": 3, "num_warps": 4}
+CHUNK = {"DOWN": 2, "ACROSS": 8, "SPLITS": 1, "STAGES": 2, "num_warps": 8}
+CHUNK_ROWS = 64  # of one expert that a program takes; a chunk's picks are sorted by expert
+
+
+def grouped_experts(
+    x: Tensor, slots: Tensor, record: Exl3Record, picks: Tensor, weights: Tensor, limit: float,
+    asm: bool = True,
+) -> Tensor:  # fmt: skip
+    """x [T, D]; slots [S, unit] uint8; picks [T, k] int32 slots, -1: none; weights [T, k] fp32 -> [T, D] fp32: this
+    rank's part. Gate, up and hidden rows are rounded to bf16, as in the reference."""
+    tokens, top_k = picks.shape
+    out = torch.empty(tokens, record.hidden, dtype=torch.float32, device=x.device)
+    _run(out, top_k, x, slots, record, picks, weights, limit, asm)
+    return out
+
+
+def pick_outputs(
+    outputs: Tensor, x: Tensor, slots: Tensor, record: Exl3Record, picks: Tensor, weights: Tensor, limit: float,
+    asm: bool = True,
+) -> None:  # fmt: skip
+    """As `grouped_experts`, but every pick's own output goes to its place of outputs [T, k, D] fp32, contiguous; the
+    places of picks without a slot stay as they are."""
+    _run(outputs, 1, x, slots, record, picks, weights, limit, asm)
+
+
+def _run(
+    out: Tensor, top_k: int, x: Tensor, slots: Tensor, record: Exl3Record, picks: Tensor, weights: Tensor,
+    limit: float, asm: bool,
+) -> None:  # fmt: skip
+    d, n, count, device = record.hidden, record.share, picks.numel(), x.device
+    x, weights, flat = x.contiguous(), weights.contiguous(), picks.to(torch.int32).contiguous()
+    unit, vectors, each = slots.shape[1], record.offsets[-1], picks.shape[1]
+    decode = len(picks) <= ROWS
+    table, items, m = _decode_table(flat) if decode else _chunk_table(flat, len(slots))
+    gate_up, down = (_fitted(GATE_UP if decode else CHUNK, d), _fitted(DOWN if decode else CHUNK, n))
+    turned = torch.empty(2, count, d, dtype=torch.float16, device=device)
+    parts = torch.empty(gate_up["SPLITS"], count, 2 * n, dtype=torch.float32, device=device)
+    inner = torch.empty(count, n, dtype=torch.float16, device=device)
+    sums = torch.empty(down["SPLITS"], count, d, dtype=torch.float32, device=device)
+    mask = _mask(record)
+    _turn[(count, -(-d // 1024), 2)](x, flat, slots, unit, turned, d, each, count, BLOCKS=8)
+    _product[(2 * n // 16 // gate_up["ACROSS"], items, gate_up["SPLITS"])](
+        slots, unit, table, turned, parts, d, n, items, count, vectors,
+        DOWN_SIDE=False, MASK=mask, M=m, ASM=asm, **gate_up,
+    )  # fmt: skip
+    _activate[(count, n // 128)](
+        parts, flat, slots, unit, weights, inner, d, n, count, limit, SPLITS=gate_up["SPLITS"], num_warps=1
+    )
+    _product[(d // 16 // down["ACROSS"], items, down["SPLITS"])](
+        slots, unit, table, inner, sums, d, n, items, count, vectors,
+        DOWN_SIDE=True, MASK=mask, M=m, ASM=asm, **down,
+    )  # fmt: skip
+    _finish[(count // top_k, d // 128)](
+        sums, flat, slots, unit, out, d, n, count, TOP_K=top_k, SPLITS=down["SPLITS"], num_warps=1
+    )
+
+
+def _mask(record: Exl3Record) -> int:
+    """Kinds of matrices that bodies are compiled for: those that the record's experts are of, or all there are."""
+    return sum(1 << (CODEBOOKS.index(book) * KINDS + bits) for book, bits in record.kinds) or ALL
+
+
+def _fitted(shape: dict[str, int], inputs: int) -> dict[str, int]:
+    """With as many parts as whole steps of K allow."""
+    tiles = inputs // 16
+    splits = next(one for one in (shape["SPLITS"], 2, 1) if tiles % (one * shape["DOWN"]) == 0)
+    return {**shape, "SPLITS": splits}
+
+
+def _decode_table(picks: Tensor) -> tuple[Tensor, int, int]:
+    """(table, items, rows of an item) of `_distinct`."""
+    count = picks.numel()
+    size, m = triton.next_power_of_2(max(count, 2)), ROWS
+    table = torch.empty(size * (1 + m), dtype=torch.int32, device=picks.device)
+    _distinct[(1,)](picks, table, count, PICKS=size, M=m)
+    return table, size, m
+
+
+def _chunk_table(picks: Tensor, slots: int) -> tuple[Tensor, int, int]:
+    """The same of a chunk: picks sorted by expert, each item CHUNK_ROWS of one at most. The host waits for nothing."""
+    ordered, order = torch.sort(picks.flatten(), stable=True)
+    count, device = len(ordered), picks.device
+    place = torch.arange(count, device=device)
+    is_first = torch.ones(count, dtype=torch.bool, device=device)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    rank = place - torch.cummax(torch.where(is_first, place, 0), 0).values
+    begins = (rank % CHUNK_ROWS == 0) & (ordered >= 0)
+    items = count // CHUNK_ROWS + min(count, slots)
+    number = torch.where(ordered >= 0, torch.cumsum(begins, 0) - 1, items)
+    table = torch.full((items + 1,), -1, dtype=torch.int32, device=device)
+    table.scatter_(0, number, ordered)
+    rows = torch.full((items + 1, CHUNK_ROWS), -1, dtype=torch.int32, device=device)
+    rows[number, rank % CHUNK_ROWS] = order.to(torch.int32)
+    return torch.cat([table[:items], rows[:items].flatten()]), items, CHUNK_ROWS
