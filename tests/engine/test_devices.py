@@ -54,7 +54,7 @@ def test_a_rank_takes_its_device_and_one_too_many_is_refused(monkeypatch):
 def test_what_the_settings_ask_for_is_what_is_allocated():
     model = with_settings()
     rank = build_rank(model, Alone(), first_pairs(model), lambda *_: None)
-    experts, context = needs(model, 0)
+    experts, context, _ = needs(model, 0)
     assert experts.nbytes == rank.bank.slots.nbytes
     pool = rank.model.pool
     assert context.nbytes == sum(t.nbytes for held in (pool.rows, pool.keys) for t in held.values()) > 0
@@ -70,7 +70,31 @@ def test_a_drafter_is_counted_with_its_experts(ranks):
     parts = {id(part): part for part in tensors(owned, shared | {id(rank.model.pool)})}
     assert 0 <= sum(part.nbytes for part in parts.values()) - drafter.nbytes < 2048  # routing tables, scales spread out
     assert drafter.nbytes > owned.blocks[0].moe.bank.slots.nbytes > 0
-    assert [need.what for need in needs(with_settings(), 0)] == ["experts", "context"]
+    assert [need.what for need in needs(with_settings(), 0)] == ["experts", "context", "dense weights"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("path", [GOLDEN, GLM])
+def test_dense_weights_are_counted(path, ranks):
+    model = opened(ranks, 64 if path == GLM else 80, path=path)
+    rank = build_rank(model, Part(ranks), first_pairs(model), lambda *_: None)
+    (dense,) = [need.nbytes for need in needs(model, 0) if need.what == "dense weights"]
+    held, engrams = rank.model, getattr(rank.model, "engrams", None)
+    beside = {id(part) for part in (held.pool, rank.bank, held.rotations, *vars(held.rotations).values())}
+    weights = [held.embed, held.blocks, held.norm, held.head, engrams and list(engrams.layers.values())]
+    parts = {id(part): part for part in tensors(weights, beside)}
+    found = sum(part.nbytes for part in parts.values())
+    assert 0 <= found - dense < 0.002 * dense  # sinks, scales of hyper-connections
+
+
+def test_dense_weights_that_do_not_fit_are_refused_with_their_size(monkeypatch):
+    model = opened(2, 64, path=GLM)
+    total = 2 * sum(need.nbytes for need in needs(model, 0))
+    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: total)
+    refuse_shortage(model, 0)
+    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: total - 1)
+    with pytest.raises(UnavailableError, match=r"0\.0 GB of dense weights \(model\.path\) on each of 2 ranks"):
+        refuse_shortage(model, 0)
 
 
 @pytest.mark.parametrize("holder", [0, 1])

@@ -2,21 +2,31 @@
 
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from kernels.packed import Exl3, Fp8, Mxfp4, Plain, Stacked, nbytes
 from kernels.record import ExpertRecord
-from packers.shards import Checkpoint
-from tests.models.glm53_checkpoint import fp8, mxfp4, packed_mxfp4, padded, saved, trellis, with_config, write
+from packers.headers import DTYPE_BYTES
+from packers.shards import Checkpoint, TensorInfo
+from tests.models.glm53_checkpoint import KEPT, fp8, mxfp4, packed_mxfp4, padded, saved, trellis, with_config, write
 from tests.models.rig import GLM, Threads, load_model, settings
 from tided.errors import ConfigError, DataError, TensorError
 from tided.models.families import family_of
+from tided.models.glm53 import load
+from tided.models.glm53.attention import Attention
+from tided.models.glm53.block import Block
 from tided.models.glm53.config import read_config
-from tided.models.glm53.load import context_bytes, expected_tensors
+from tided.models.glm53.indexer import Indexer
+from tided.models.glm53.load import context_bytes, dense_bytes, expected_tensors
+from tided.models.glm53.mlp import Dense, Moe
 from tided.models.glm53.names import experts_of, linears, plain_tensors
+from tided.settings import Engine, Parallel
 
 LAYOUTS = {
     "experts in MXFP4": {".experts.": mxfp4},
@@ -54,6 +64,45 @@ def test_trellises_and_what_stands_padded_beside_them(tmp_path, ranks):
     layouts = {"o_proj": trellis, "layers.0.mlp.down_proj": trellis, ".experts.": mxfp4, "_a_proj": padded}
     stored, meant = write(tmp_path, layouts | {"kv_b_proj": padded})
     torch.testing.assert_close(answers(stored, ranks), answers(meant, ranks), rtol=0, atol=2e-4)
+
+
+PACKED = LAYOUTS | {
+    "as the reference, in bf16": {".experts.": mxfp4},
+    "trellises": {"o_proj": trellis, "layers.0.mlp.down_proj": trellis, ".experts.": mxfp4, "_a_proj": padded},
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", PACKED)
+def test_weights_that_stay_as_they_are_stored(tmp_path, monkeypatch, name, ranks):
+    """As on devices that have no room for them in fp32: the same answers, and the bytes that were told before."""
+    stored, _ = write(tmp_path, PACKED[name])
+    checkpoint, asked = Checkpoint.open(stored), settings(stored, numerics="fp32")
+    wide = answers(stored, ranks), dense_bytes(checkpoint, asked)
+    monkeypatch.setattr(load, "_is_widened", lambda settings: False)
+    torch.testing.assert_close(answers(stored, ranks), wide[0], rtol=0, atol=2e-4)
+    assert dense_bytes(checkpoint, asked) < 0.52 * wide[1]
+    asked = replace(asked, parallel=Parallel(ranks=ranks))
+    held = Threads(ranks).run(lambda group: kept_bytes(load_model(stored, group, asked)))
+    assert held[0] == dense_bytes(checkpoint, asked)
+    assert held[-1] == pytest.approx(held[0], rel=1e-4), "a cut inside a block has a scale more"
+
+
+def kept_bytes(model) -> int:
+    """Of all linear layers, and the tensors that are none."""
+
+    def of(holder) -> int:
+        if isinstance(holder, Plain | Fp8 | Mxfp4 | Exl3 | Stacked):
+            return nbytes(holder)
+        if isinstance(holder, torch.Tensor):
+            return holder.nbytes
+        if isinstance(holder, tuple):
+            return sum(map(of, holder))
+        if isinstance(holder, Block | Attention | Indexer | Moe | Dense):
+            return sum(of(part) for name, part in vars(holder).items() if name not in ("no_sink", "bank", "pool"))
+        return 0
+
+    return of((model.embed, model.blocks, model.norm, model.head))
 
 
 @pytest.mark.parametrize("shape", [[], [1], [0]])
@@ -219,3 +268,34 @@ def test_a_token_of_the_released_model_leaves_its_published_bytes(released):
     plain = replace(settings_of, engine=replace(settings_of.engine, draft="off"))
     assert context_bytes(released, plain) == 128 * 95_232
     assert context_bytes(released, drafting) == 128 * 96_640
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dense_weights_of_the_released_model_take_their_published_bytes(released, ranks):
+    """Attention in FP8, MLPs in MXFP4: 18,985,363,008 bytes without the layer behind the trunk, of which 16,952,256,000
+    are cut over the ranks; norms are kept as fp32."""
+    tensors = {}
+
+    def stored(name: str, dtype: str, *shape: int) -> None:
+        nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        tensors[name] = TensorInfo(name, dtype, shape, Path("model.safetensors"), 0, nbytes)
+
+    for name, spec in plain_tensors(released).items():
+        stored(name, "F32" if spec.dtype == "F32" else "BF16", *spec.shape)
+    for name, (rows, columns) in linears(released).items():
+        if name.endswith(KEPT):
+            stored(f"{name}.weight", "BF16", rows, columns)
+        elif "self_attn" in name:
+            stored(f"{name}.weight", "F8_E4M3", rows, columns)
+            stored(f"{name}.weight_scale", "F32", -(-rows // 128), -(-columns // 128))
+        else:
+            stored(f"{name}.weight", "U8", rows, columns // 2)
+            stored(f"{name}.weight_scale", "U8", rows, columns // 32)
+    config = json.loads((GLM / "config.json").read_text("utf-8")) | RELEASED
+    checkpoint = SimpleNamespace(config=config, tensors=tensors, path=Path())
+    asked = replace(settings(), engine=Engine(device="cuda"), parallel=Parallel(ranks=ranks))
+    shared = (
+        1_504_051_200 + 360_972_288 + 2 * 1_903_165_440 + 78 * (33_554_432 + 14_680_064 + 100_663_296) * 16388 // 16384
+    )
+    wanted = 18_985_363_008 - shared + shared // ranks
+    assert 0 <= dense_bytes(checkpoint, asked) - wanted < 4_000_000

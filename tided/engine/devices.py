@@ -54,12 +54,13 @@ def _hosts(parallel: Parallel) -> tuple[str, ...]:
 
 
 def needs(opened: "OpenedModel", rank: int) -> list[Need]:
-    """What a rank allocates by its settings, in bytes. Dense weights and what a step needs in passing come on top."""
+    """What a rank allocates, in bytes. What a step needs in passing comes on top."""
     settings = opened.settings
     context = opened.family.context_bytes(opened.checkpoint.config, settings)
     found = [
         Need("experts", "experts.resident", arena_bytes(opened)),
         Need("context", "cache.pool_tokens", context),
+        Need("dense weights", "model.path", opened.family.dense_bytes(opened.checkpoint, settings)),
     ]
     if drafter := opened.family.drafter_bytes(opened.checkpoint, settings):
         found.append(Need("drafter", "engine.draft", drafter))
@@ -104,7 +105,7 @@ def allocating(opened: "OpenedModel", rank: int) -> Iterator[None]:
     except Exception as error:
         if not is_shortage(error):
             raise
-        raise _shortage(f"there is not enough memory: {_listed(opened, rank)}, and dense weights; {error}") from error
+        raise _shortage(f"there is not enough memory: {_listed(opened, rank)}; {error}") from error
 
 
 def is_shortage(error: Exception) -> bool:

@@ -42,6 +42,10 @@ class Family(Protocol):
         """Memory of the pool of contexts on one rank."""
         ...
 
+    def dense_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
+        """Memory of the weights on one rank, those of routed experts, drafter and vision tower excepted."""
+        ...
+
     def drafter_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
         """Memory of the drafter on one rank, its experts included; 0 where `engine.draft` asks for none. Raises
         ConfigError where it asks for one that the checkpoint does not have."""

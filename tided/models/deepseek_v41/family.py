@@ -12,8 +12,9 @@ from tided.errors import ConfigError
 from tided.experts.bank import ExpertBank
 from tided.models.deepseek_v41 import load
 from tided.models.deepseek_v41.config import read_config
+from tided.models.deepseek_v41.dense import dense_bytes
 from tided.models.deepseek_v41.model import DeepseekV41
-from tided.models.deepseek_v41.names import routed_expert_names
+from tided.models.deepseek_v41.names import expected_tensors, routed_expert_names
 from tided.models.deepseek_v41.overlay import overlaid
 from tided.models.deepseek_v41.vision import tower_bytes
 from tided.models.paged import Shape
@@ -49,6 +50,10 @@ class DeepseekV41Family:
 
     def context_bytes(self, config: dict[str, Any], settings: Settings) -> int:
         return load.context_bytes(read_config(config), settings)
+
+    def dense_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
+        inventory = expected_tensors(read_config(checkpoint.config))
+        return dense_bytes(inventory, settings.parallel.ranks, load.is_packed(settings))
 
     def vision_bytes(self, config: dict[str, Any]) -> int:
         return tower_bytes(read_config(config))

@@ -55,8 +55,12 @@ def context_bytes(config: Config, settings: Settings) -> int:
 def draft_bytes(config: Config, settings: Settings) -> int:
     """Of the drafter and all of its experts on one rank. Raises ConfigError for a checkpoint without one."""
     _require_drafter(config.text_config)
-    packed = settings.model.numerics == "native" and has_kernels(torch.device(settings.engine.device))
-    return drafter_bytes(config.text_config, expected_tensors(config), settings.parallel.ranks, packed)
+    return drafter_bytes(config.text_config, expected_tensors(config), settings.parallel.ranks, is_packed(settings))
+
+
+def is_packed(settings: Settings) -> bool:
+    """Whether dense weights stay as they are stored."""
+    return settings.model.numerics == "native" and has_kernels(torch.device(settings.engine.device))
 
 
 def load(

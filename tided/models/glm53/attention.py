@@ -14,9 +14,10 @@ from torch import Tensor
 from kernels.attention import latent_attention
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
+from kernels.packed import Linear, dense, product
 from kernels.partial_attention import joined, partial_attention
 from kernels.rope import rotate_
-from kernels.rows import by_row, matmul
+from kernels.rows import by_row
 from tided.cache.pool import Pool
 from tided.cache.share import Share
 from tided.models.glm53.config import Config
@@ -36,14 +37,13 @@ class Attention:
     nope_dim: int
     latent_dim: int
     scale: float
-    q_a: Tensor
+    q_a: Linear
     q_norm: Tensor
-    q_b: Tensor  # this rank's heads
-    kv_a: Tensor
+    q_b: Linear  # this rank's heads
+    kv_a: Linear
     kv_norm: Tensor
-    key_up: Tensor  # [H, nope, c], this rank's heads
-    value_up: Tensor  # [H, v, c]
-    o: Tensor  # [D, H * v]
+    up: Linear  # [H * (nope + v), c], this rank's heads: of each the key half over the value half
+    o: Linear  # [D, H * v]
     no_sink: Tensor  # [H]: minus infinity
     indexer: Indexer | None
     pool: Pool
@@ -69,10 +69,11 @@ class Attention:
         """x [T, D] -> the latent [T, q rank], which the indexer asks with too, and [T, H, c + r]: every head's query in
         the space of the rows."""
         n = self.numerics
-        q_latent = n.store(rms_norm(n.store(matmul(x, self.q_a)), self.q_norm, LATENT_NORM_EPS))
-        query = n.store(matmul(q_latent, self.q_b)).view(len(x), len(self.key_up), -1)
+        q_latent = n.store(rms_norm(n.store(product(x, self.q_a, n)), self.q_norm, LATENT_NORM_EPS))
+        query = n.store(product(q_latent, self.q_b, n)).view(len(x), self.heads, -1)
         turned = n.store(rotate_(query[..., self.nope_dim :].contiguous(), step.turn))
-        absorbed = n.store(by_row(self._absorbed, query[..., : self.nope_dim].contiguous()))
+        key_up = self._up()[:, : self.nope_dim]
+        absorbed = n.store(by_row(lambda rows: _by_head(rows, key_up), query[..., : self.nope_dim].contiguous()))
         return q_latent, torch.cat([absorbed, turned], -1)
 
     def asked(self, query: Tensor) -> Tensor:
@@ -85,30 +86,31 @@ class Attention:
         """found [T, all heads asked with, ..] as `over` gives it -> [T, H, c], whole, of this rank's heads."""
         if self.share.ranks == 1:
             return found[..., : self.latent_dim]
-        heads = len(self.key_up)
         parts = self.group.concat(found.flatten(1)).view(len(found), self.share.ranks, -1, found.shape[2])
-        return by_row(joined, parts[:, :, self.share.rank * heads :][:, :, :heads].contiguous())
+        return by_row(joined, parts[:, :, self.share.rank * self.heads :][:, :, : self.heads].contiguous())
 
     def output(self, gathered: Tensor) -> Tensor:
         """gathered [T, H, c] -> [T, D], this rank's part."""
         n = self.numerics
-        heads = n.store(by_row(self._unfolded, n.store(gathered).contiguous()))
-        return matmul(heads.flatten(1), self.o)
+        value_up = self._up()[:, self.nope_dim :].transpose(1, 2)
+        heads = n.store(by_row(lambda rows: _by_head(rows, value_up), n.store(gathered).contiguous()))
+        return product(heads.flatten(1), self.o, n)
 
     def row(self, step: Pass, x: Tensor) -> Tensor:
         """x [T, D] -> [T, c + r]: what the tokens leave in this layer."""
         n = self.numerics
-        joint = n.store(matmul(x, self.kv_a))
+        joint = n.store(product(x, self.kv_a, n))
         latent = n.store(rms_norm(joint[:, : self.latent_dim].contiguous(), self.kv_norm, LATENT_NORM_EPS))
         return torch.cat([latent, n.store(rotate_(joint[:, self.latent_dim :].contiguous(), step.turn))], -1)
 
-    def _absorbed(self, query: Tensor) -> Tensor:
-        """query [T, H, nope] -> [T, H, c]"""
-        return torch.bmm(query.transpose(0, 1), self.key_up).transpose(0, 1)
+    @property
+    def heads(self) -> int:
+        """Of this rank."""
+        return len(self.no_sink)
 
-    def _unfolded(self, gathered: Tensor) -> Tensor:
-        """gathered [T, H, c] -> [T, H, v]"""
-        return torch.bmm(gathered.transpose(0, 1), self.value_up.transpose(1, 2)).transpose(0, 1)
+    def _up(self) -> Tensor:
+        """[H, nope + v, c] fp32; a view where it is kept so."""
+        return dense(self.up).view(self.heads, -1, self.latent_dim)
 
     def _attend(self, span: Span, query: Tensor) -> Tensor:
         """query [T, H, c + r] of one lane -> as `over`."""
@@ -137,11 +139,15 @@ class Attention:
         return partial_attention(query, rows, valid, self.scale, self.latent_dim, self.numerics.probability)
 
 
+def _by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, H, a], weight [H, a, b] -> [T, H, b]"""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
 def load_attention(weights: Weights, c: Config, layer: int, contexts: Contexts, numerics: Numerics) -> Attention:
     """`weights` at `model.layers.L.self_attn`. Heads are cut over the ranks."""
     heads = weights.cut(c.num_attention_heads)
     both = c.qk_nope_head_dim + c.v_head_dim
-    up = weights.linear("kv_b_proj", rows=_of(heads, both)).view(-1, both, c.kv_lora_rank)
     return Attention(
         layer,
         c.qk_nope_head_dim,
@@ -152,10 +158,9 @@ def load_attention(weights: Weights, c: Config, layer: int, contexts: Contexts, 
         q_b=weights.linear("q_b_proj", rows=_of(heads, c.query_dim)),
         kv_a=weights.linear("kv_a_proj_with_mqa"),
         kv_norm=weights.plain("kv_a_layernorm.weight"),
-        key_up=up[:, : c.qk_nope_head_dim].contiguous(),
-        value_up=up[:, c.qk_nope_head_dim :].contiguous(),
+        up=weights.linear("kv_b_proj", rows=_of(heads, both)),
         o=weights.linear("o_proj", columns=_of(heads, c.v_head_dim)),
-        no_sink=up.new_full((heads.stop - heads.start,), -torch.inf),
+        no_sink=torch.full((heads.stop - heads.start,), -torch.inf, device=weights.device),
         indexer=load_indexer(weights.under("indexer"), c, layer, contexts, numerics) if c.selects(layer) else None,
         pool=contexts.pool,
         rows=contexts.rows,

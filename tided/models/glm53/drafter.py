@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import head
 from kernels.indexer import index_scores
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
-from kernels.rows import matmul
+from kernels.packed import Linear, product
 from tided.cache.context import Context
 from tided.cache.pool import physical_rows
 from tided.experts.bank import ExpertBank
@@ -60,12 +59,12 @@ class Drafter:
     shares_choice: bool  # later tokens of a chain attend to what the first one chose, and to the chain itself
     token_norm: Tensor
     state_norm: Tensor
-    joint: Tensor  # [D, 2 D]: token half, state half
+    joint: Linear  # [D, 2 D]: token half, state half
     block: Block
     norm: Tensor
     eps: float
     embed: Callable[[Tensor], Tensor]
-    head: Tensor  # [V / ranks, D]
+    head: Linear  # [V / ranks, D]
     rotations: Rotations
     group: Group
     numerics: Numerics
@@ -102,7 +101,7 @@ class Drafter:
         ids, logits, sure, token = [], [], [], anchors
         for place in range(self.size):
             states = self._step(chains, place, self._joined(token, states))
-            logits.append(self.group.concat(head.logits(states, self.head)))
+            logits.append(self.group.concat(product(states, self.head, self.numerics)))
             token = choose(place, logits[-1])
             ids.append(token)
             sure.append(_logit(torch.log_softmax(logits[-1], 1).gather(1, token.unsqueeze(1)).squeeze(1)))
@@ -171,7 +170,8 @@ class Drafter:
         """token_ids [T], states [T, D] of the tokens before -> the layer's input [T, D]."""
         n = self.numerics
         token = n.store(rms_norm(self.embed(token_ids), self.token_norm, self.eps))
-        return n.store(matmul(torch.cat([token, n.store(rms_norm(states, self.state_norm, self.eps))], 1), self.joint))
+        both = torch.cat([token, n.store(rms_norm(states, self.state_norm, self.eps))], 1)
+        return n.store(product(both, self.joint, n))
 
     def _input(self, x: Tensor) -> Tensor:
         return self.numerics.store(rms_norm(x, self.block.input_norm, self.block.eps))
@@ -201,7 +201,7 @@ def load_drafter(
     rotations: Rotations,
     numerics: Numerics,
     embed: Callable[[Tensor], Tensor],
-    output_head: Tensor,
+    output_head: Linear,
     size: int,
 ) -> Drafter:
     """`weights` at the root; `bank` holds this layer's experts as its layer 0; `size`: tokens of a chain."""

@@ -38,6 +38,9 @@ class Glm53Family:
     def context_bytes(self, config: dict[str, Any], settings: Settings) -> int:
         return load.context_bytes(read_config(config), settings)
 
+    def dense_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
+        return load.dense_bytes(checkpoint, settings)
+
     def drafter_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
         return 0 if settings.engine.draft == "off" else load.drafter_bytes(checkpoint, settings)
 

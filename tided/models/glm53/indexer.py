@@ -9,8 +9,8 @@ from torch.nn.functional import layer_norm
 
 from kernels.indexer import best, index_scores, merged
 from kernels.numerics import Numerics
+from kernels.packed import Linear, product
 from kernels.rope import rotate_
-from kernels.rows import matmul
 from tided.cache.context import Context
 from tided.cache.pool import Pool, physical_rows, rows_between
 from tided.cache.share import Share
@@ -33,11 +33,11 @@ class Indexer:
     heads: int
     head_dim: int
     rope_dim: int
-    wq_b: Tensor  # [heads * head_dim, q rank]
-    wk: Tensor  # [head_dim, D]
+    wq_b: Linear  # [heads * head_dim, q rank]
+    wk: Linear  # [head_dim, D]
     k_norm: Tensor
     k_bias: Tensor
-    weights_proj: Tensor  # [heads, D]
+    weights_proj: Linear  # [heads, D]
     pool: Pool
     share: Share
     group: Group
@@ -68,7 +68,7 @@ class Indexer:
     def keys(self, step: Pass, x: Tensor) -> Tensor:
         """x [T, D] -> [T, head_dim]"""
         n = self.numerics
-        keys = layer_norm(n.store(matmul(x, self.wk)), (self.head_dim,), self.k_norm, self.k_bias, KEY_NORM_EPS)
+        keys = layer_norm(n.store(product(x, self.wk, n)), (self.head_dim,), self.k_norm, self.k_bias, KEY_NORM_EPS)
         return n.store(self._turned(n.store(keys), step.turn))
 
     def _turned(self, x: Tensor, turn: Tensor) -> Tensor:
@@ -79,9 +79,9 @@ class Indexer:
     def query(self, step: Pass, x: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor]:
         """-> query [T, heads, head_dim], head weights [T, heads]."""
         n = self.numerics
-        query = n.store(matmul(q_latent, self.wq_b)).view(-1, self.heads, self.head_dim)
+        query = n.store(product(q_latent, self.wq_b, n)).view(-1, self.heads, self.head_dim)
         scale = self.head_dim**-0.5 * self.heads**-0.5
-        return n.store(self._turned(query, step.turn)), matmul(x, self.weights_proj) * scale
+        return n.store(self._turned(query, step.turn)), product(x, self.weights_proj, n) * scale
 
     def _found(self, span: Span, query: Tensor, weight: Tensor, positions: Tensor) -> Found:
         """The best of the tokens that this rank keeps. A few queries at a time, so that memory does not grow with

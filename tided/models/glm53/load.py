@@ -1,5 +1,6 @@
 """From a checkpoint to a rank's model."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,8 +24,8 @@ from tided.models.glm53.drafter import CHAIN, STATES, load_drafter
 from tided.models.glm53.model import Glm53
 from tided.models.glm53.names import (
     PROJECTIONS,
-    SHARED_LINEARS,
     block,
+    cut_of,
     expert,
     experts_of,
     linears,
@@ -34,14 +35,14 @@ from tided.models.glm53.names import (
 from tided.models.glm53.rows import Contexts, row_format
 from tided.models.glm53.step import Rotations
 from tided.models.glm53.weights import Layout as LinearLayout
-from tided.models.glm53.weights import Weights, expected_of, layout_of
+from tided.models.glm53.weights import Weights, expected_of, held_bytes, layout_of
 from tided.models.own_experts import resident_bank
 from tided.models.paged import Shape
 from tided.models.parallel import Group
 from tided.settings import Settings
 
 FAMILY = "glm_moe_dsa"
-HEAD = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 COPIES = ("embed_tokens", "shared_head.head")  # of the vocabulary, which some exports write twice
 
 
@@ -75,14 +76,36 @@ def drafter_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
     c, ranks = read_config(checkpoint.config), settings.parallel.ranks
     _require_drafter(c)
     at, layer = f"{block(c.num_hidden_layers)}.", c.num_hidden_layers
-    values = sum(
-        rows * columns // (ranks if name.endswith(SHARED_LINEARS) else 1)
-        for name, (rows, columns) in linears(c).items()
-        if name.startswith(at)
-    )
     source = source_of(checkpoint, expert_names(checkpoint, c, layer), expert_record(checkpoint, c, ranks, layer), 0)
     experts = sum(source.slot_bytes(0, number) for number in range(c.n_routed_experts))
-    return experts + values * torch.float32.itemsize
+    return experts + _held_bytes(checkpoint, c, settings, lambda name: name.startswith(at))
+
+
+def dense_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
+    """Of the trunk's weights on one rank, those of its routed experts excepted."""
+    c = read_config(checkpoint.config)
+    behind = tuple(f"{block(c.num_hidden_layers + i)}." for i in range(c.num_nextn_predict_layers))
+    return _held_bytes(checkpoint, c, settings, lambda name: not name.startswith(behind))
+
+
+def _held_bytes(checkpoint: Checkpoint, c: Config, settings: Settings, counts: Callable[[str], bool]) -> int:
+    """What `load` keeps of the tensors and linear layers whose names count: what is no linear layer as fp32, but the
+    embedding."""
+    ranks, wide = settings.parallel.ranks, _is_widened(settings)
+    held = sum(
+        held_bytes(checkpoint, name, shape, cut_of(name, ranks), wide)
+        for name, shape in linears(c).items()
+        if counts(name)
+    )
+    plain = {name: spec for name, spec in plain_tensors(c).items() if counts(name)}
+    if plain.pop(EMBEDDING, None) is not None:
+        held += checkpoint.tensors[EMBEDDING].nbytes // ranks
+    return held + sum(torch.float32.itemsize * math.prod(spec.shape) for spec in plain.values())
+
+
+def _is_widened(settings: Settings) -> bool:
+    """Whether linear layers are kept as fp32: where a CPU multiplies by them, and where nothing is rounded to bf16."""
+    return settings.engine.device == "cpu" or settings.model.numerics == "fp32"
 
 
 def load(checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device) -> Glm53:
@@ -91,12 +114,12 @@ def load(checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertB
     c = without_missing_drafter(checkpoint, read_config(checkpoint.config), settings.engine.draft)
     _check(c, settings, group)
     checkpoint.require(expected_tensors(checkpoint, c))
-    numerics, weights = numerics_of(settings), Weights(checkpoint, linears(c), group, device)
+    numerics, weights = numerics_of(settings), Weights(checkpoint, linears(c), group, device, _is_widened(settings))
     pool = Pool(_layout(c, settings, group.ranks), settings.cache.pool_tokens, device)
     share = Share(group.rank, group.ranks) if settings.cache.split else ALONE
     contexts = Contexts(pool, row_format(c, settings, numerics), share)
     columns, rows = weights.cut(c.hidden_size), weights.cut(c.vocab_size)
-    embed = checkpoint.read("model.embed_tokens.weight")[:, columns]
+    embed = checkpoint.read(EMBEDDING)[:, columns]
     model = Glm53(
         shape_of(c),
         settings.cache.context_tokens,
@@ -151,7 +174,7 @@ def expected_tensors(checkpoint: Checkpoint, c: Config) -> dict[str, TensorSpec]
     for layer in range(c.first_k_dense_replace, layers):
         found |= _expected_experts(checkpoint, c, layer)
     copies = [f"{block(layer)}.{copy}.weight" for layer in range(c.num_hidden_layers, layers) for copy in COPIES]
-    return found | {name: found[HEAD] for name in copies if name in checkpoint.tensors}
+    return found | {name: found[EMBEDDING] for name in copies if name in checkpoint.tensors}
 
 
 def _expected_experts(checkpoint: Checkpoint, c: Config, layer: int) -> dict[str, TensorSpec]:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from kernels.experts import grouped_experts, pick_outputs, sum_of_picks
 from kernels.numerics import Numerics
+from kernels.packed import Linear, product, stacked
 from kernels.router import Routing, reroute, route
-from kernels.rows import by_row, matmul
+from kernels.rows import by_row
 from kernels.swiglu import clamped_swiglu
 from tided.experts.bank import ExpertBank
 from tided.experts.fetch import UrgentReads
@@ -24,8 +25,8 @@ NO_LIMIT = math.inf  # this family's SwiGLU is not clamped
 class Dense:
     """A SwiGLU, or the shared expert of a layer: this rank's part of the inner dimension."""
 
-    gate_up: Tensor  # [2n, D]
-    down: Tensor  # [D, n]
+    gate_up: Linear  # [2n, D]
+    down: Linear  # [D, n]
     numerics: Numerics
 
     def forward(self, step: Pass, x: Tensor) -> Tensor:
@@ -34,8 +35,8 @@ class Dense:
 
     def of(self, x: Tensor) -> Tensor:
         n = self.numerics
-        gate_up = n.store(matmul(x, self.gate_up))
-        return matmul(n.store(by_row(lambda rows: clamped_swiglu(rows, NO_LIMIT), gate_up)), self.down)
+        gate_up = n.store(product(x, self.gate_up, n))
+        return product(n.store(by_row(lambda rows: clamped_swiglu(rows, NO_LIMIT), gate_up)), self.down, n)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Moe:
     layer: int  # of the bank
     top_k: int
     route_scale: float
-    gate: Tensor  # [E, D]
+    gate: Linear  # [E, D]
     bias: Tensor  # [E]: of the choice, never of the weights
     shared: Dense
     bank: ExpertBank
@@ -70,7 +71,7 @@ class Moe:
         return self._with_late(urgent, x, routing, picks)
 
     def route(self, x: Tensor) -> Routing:
-        score = by_row(lambda rows: torch.sigmoid(matmul(rows, self.gate)), x)
+        score = by_row(lambda rows: torch.sigmoid(product(rows, self.gate, self.numerics)), x)
         return route(score, self.bias, self.bank.tables.routable[self.layer], self.top_k, self.route_scale)
 
     def _with_late(self, urgent: UrgentReads, x: Tensor, routing: Routing, picks: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class Moe:
 def load_dense(weights: Weights, inner_size: int, numerics: Numerics) -> Dense:
     """`weights` where gate_proj, up_proj and down_proj are."""
     inner = weights.cut(inner_size)
-    gate_up = torch.cat([weights.linear("gate_proj", rows=inner), weights.linear("up_proj", rows=inner)])
+    gate_up = stacked(weights.linear("gate_proj", rows=inner), weights.linear("up_proj", rows=inner))
     return Dense(gate_up, weights.linear("down_proj", columns=inner), numerics)
 
 

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels import head
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
+from kernels.packed import Linear, product
 from tided.cache.context import After, ContextShape
 from tided.cache.pool import Pool
 from tided.errors import ConfigError
@@ -32,7 +32,7 @@ class Glm53(PagedLanes):
     blocks: tuple[Block, ...]
     norm: Tensor
     eps: float
-    head: Tensor  # [V / ranks, D], this rank's rows
+    head: Linear  # [V / ranks, D], this rank's rows
     rotations: Rotations
     pool: Pool
     context_shape: ContextShape
@@ -89,7 +89,7 @@ class Glm53(PagedLanes):
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """rows [T, D] as `run` gives them -> fp32 [T, V], whole on every rank."""
-        return self.group.concat(head.logits(self.normed(rows), self.head))
+        return self.group.concat(product(self.normed(rows), self.head, self.numerics))
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, D]"""

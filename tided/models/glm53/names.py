@@ -2,6 +2,7 @@
 is told by the leaves that are there (`weights.layout_of`)."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from packers.shards import TensorSpec
 from tided.models.glm53.config import Config
@@ -10,7 +11,23 @@ PLAIN = ("BF16", "F16", "F32")
 Inventory = dict[str, TensorSpec]
 Linears = dict[str, tuple[int, int]]  # [out, in]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # w1, w3, w2 of a record
-SHARED_LINEARS = ("q_b_proj", "kv_b_proj", "o_proj", *PROJECTIONS)  # cut over the ranks; others are on every rank
+CUT_BY_ROWS = ("q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "lm_head")  # over the ranks
+CUT_BY_COLUMNS = ("o_proj", "down_proj")  # the others are on every rank
+
+
+class Cut(NamedTuple):
+    """Into how many parts a linear layer's outputs and inputs are cut."""
+
+    rows: int = 1
+    columns: int = 1
+
+    def of(self, rows: int, columns: int) -> tuple[int, int]:
+        return rows // self.rows, columns // self.columns
+
+
+def cut_of(linear: str, ranks: int) -> Cut:
+    """Of a linear layer by its name."""
+    return Cut(ranks if linear.endswith(CUT_BY_ROWS) else 1, ranks if linear.endswith(CUT_BY_COLUMNS) else 1)
 
 
 def block(layer: int) -> str:

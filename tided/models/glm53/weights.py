@@ -1,4 +1,5 @@
-"""One rank's share of the weights that are not routed experts, as fp32, from whatever a release stores them in.
+"""One rank's share of the weights that are not routed experts: as the fp32 that a CPU multiplies with, or as whatever a
+release stores them in (`kernels.packed`).
 
 A linear layer's layout is told by its leaves, never by a label:
 
@@ -19,15 +20,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels import exl3
-from kernels.formats import GROUP, fp4_rows
+from kernels import exl3, packed
+from kernels.formats import GROUP
+from kernels.packed import FP8_BLOCK
+from packers.headers import DTYPE_BYTES
 from packers.shards import Checkpoint, TensorInfo, TensorSpec
 from tided.errors import TensorError
-from tided.models.glm53.names import PLAIN
+from tided.models.glm53.names import PLAIN, Cut
 from tided.models.parallel import Group, share
 
 ALL = slice(None)
-FP8_BLOCK = 128
 PADDED = 128
 Kind = Literal["plain", "fp8", "mxfp4", "exl3"]
 SCALES_FP8 = ("weight_scale_inv", "weight_scale")
@@ -106,12 +108,14 @@ def expected_of(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> di
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors below a name prefix. `shapes`: [N, K] of all linear layers. `cut`: this rank's part of a dimension."""
+    """Tensors below a name prefix. `shapes`: [N, K] of all linear layers. `widened`: they are kept as fp32, exactly
+    what is stored. `cut`: this rank's part of a dimension."""
 
     checkpoint: Checkpoint
     shapes: Mapping[str, tuple[int, int]]
     group: Group
     device: torch.device
+    widened: bool = True
     prefix: str = ""
 
     def under(self, prefix: str) -> "Weights":
@@ -124,23 +128,47 @@ class Weights:
         """A tensor that is not quantised as fp32; `rows` of its first dimension. A copy: a view would hold the file."""
         return self.checkpoint.read(self.prefix + name)[rows].to(self.device, torch.float32, copy=True)
 
-    def linear(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """A linear layer [N, K] in fp32, exactly as stored; cut first, so that only the rank's share is read. Raises
-        ValueError for a cut through a group of weights that share a scale."""
+    def linear(self, name: str, rows: slice = ALL, columns: slice = ALL) -> packed.Linear:
+        """A linear layer [N, K]; cut first, so that only the rank's share is read. Raises ValueError for a cut through
+        a group of weights that share a scale."""
+        stored = self._stored(name, rows, columns)
+        return packed.Plain(packed.dense(stored).to(self.device)) if self.widened else stored
+
+    def _stored(self, name: str, rows: slice, columns: slice) -> packed.Linear:
         at = self.prefix + name
         shape = self.shapes[at]
         layout = layout_of(self.checkpoint, at, *shape)
         parts = {leaf: self.checkpoint.read(f"{at}.{leaf}") for leaf in layout.leaves}
         rows, columns = _within(rows, shape[0]), _within(columns, shape[1])
         if layout.kind == "exl3":
-            return _from_trellis(parts, layout.codebook, rows, columns).to(self.device)
+            return _trellis(parts, layout.codebook, rows, columns, self.device)
         weight, *scales = parts.values()
         if layout.kind == "plain":
-            return weight[rows, columns].to(self.device, torch.float32, copy=True)
+            return packed.Plain(weight[rows, columns].to(self.device, copy=True))
         if layout.kind == "fp8":
-            return _fp8(weight, scales[0], rows, columns).to(self.device)
+            blocks = scales[0][_blocks(rows), _blocks(columns)]
+            skipped = rows.start % FP8_BLOCK, columns.start % FP8_BLOCK
+            return packed.Fp8(self._bytes(weight[rows, columns]), blocks.to(self.device, copy=True), skipped)
         groups, pairs = _parts(columns, GROUP), _parts(columns, 2)
-        return fp4_rows(weight[rows, pairs], scales[0][rows, groups].view(torch.uint8)).to(self.device)
+        return packed.Mxfp4(self._bytes(weight[rows, pairs]), self._bytes(scales[0][rows, groups]))
+
+    def _bytes(self, part: Tensor) -> Tensor:
+        return part.contiguous().view(torch.uint8).to(self.device, copy=True)
+
+
+def held_bytes(checkpoint: Checkpoint, name: str, shape: tuple[int, int], cut: Cut, widened: bool) -> int:
+    """What `Weights.linear` keeps of the layer `name` [N, K] on the first rank of `cut`."""
+    layout = layout_of(checkpoint, name, *shape)
+    rows, columns = cut.of(*shape)
+    if widened or (layout.kind == "exl3" and (rows % exl3.BLOCK or columns % exl3.BLOCK)):
+        return 4 * rows * columns
+    if layout.kind == "plain":
+        (leaf,) = layout.leaves
+        return rows * columns * DTYPE_BYTES[checkpoint.tensors[f"{name}.{leaf}"].dtype]
+    if layout.kind != "exl3":
+        return packed.stored_bytes(layout.kind, (rows, columns))
+    words = layout.leaves["trellis"].shape[2]
+    return packed.stored_bytes("exl3", (rows, columns), bits=words / exl3.TILE)
 
 
 def _within(part: slice, length: int) -> slice:
@@ -148,23 +176,25 @@ def _within(part: slice, length: int) -> slice:
     return slice(*part.indices(length)[:2])
 
 
-def _from_trellis(parts: dict[str, Tensor], codebook: exl3.Codebook, rows: slice, columns: slice) -> Tensor:
-    """-> the cut of [N, K], fp32. Cut by whole blocks where the ranks' borders are such, or decoded whole."""
+def _trellis(
+    parts: dict[str, Tensor], codebook: exl3.Codebook, rows: slice, columns: slice, device: torch.device
+) -> packed.Linear:
+    """The cut of [N, K]: by whole blocks, or decoded where the ranks' borders are no such."""
     suh, svh = (
         parts[scale].clone() if scale in parts else exl3.signs(parts[sign])
         for scale, sign in (("suh", "su"), ("svh", "sv"))
     )
-    matrix = exl3.Exl3Matrix(parts["trellis"].clone(), suh, svh, codebook)
-    if all(part.start % exl3.BLOCK == part.stop % exl3.BLOCK == 0 for part in (rows, columns)):
-        return exl3.dense(matrix.columns(rows).rows(columns))
-    return exl3.dense(matrix)[rows, columns].contiguous()
+    matrix = exl3.Exl3Matrix(parts["trellis"], suh, svh, codebook)
+    if any(part.start % exl3.BLOCK or part.stop % exl3.BLOCK for part in (rows, columns)):
+        return packed.Plain(exl3.dense(matrix)[rows, columns].contiguous().to(device))
+    own = matrix.columns(rows).rows(columns)
+    trellis, suh, svh = (part.to(device, copy=True).contiguous() for part in (own.trellis, own.suh, own.svh))
+    return packed.Exl3(exl3.Exl3Matrix(trellis, suh, svh, codebook))
 
 
-def _fp8(weight: Tensor, scale: Tensor, rows: slice, columns: slice) -> Tensor:
-    """weight [N, K] e4m3, scale fp32 per FP8_BLOCK squared -> the cut, fp32. A cut may go through a block."""
-    down = torch.arange(rows.start, rows.stop) // FP8_BLOCK
-    across = torch.arange(columns.start, columns.stop) // FP8_BLOCK
-    return weight[rows, columns].to(torch.float32) * scale[down][:, across]
+def _blocks(part: slice) -> slice:
+    """Those that a cut touches."""
+    return slice(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK))
 
 
 def _parts(part: slice, size: int) -> slice:
