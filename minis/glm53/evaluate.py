@@ -50,9 +50,14 @@ class Bench:
         return out, float(F.cross_entropy(logits, F.pad(tokens[:, 1:], (0, 1))[full]))
 
     def losses(self, p: Params, mode: Mode) -> dict[str, float]:
+        """Over all tokens of both halves, as training reports it."""
         packed = model.pack_all(p, self.cfg, mode.dtype)
-        runs = {d: [self.run(p, packed, d, half, mode)[1] for half in (0, 1)] for d in DOMAINS}
-        return {d: round(sum(both) / 2, 4) for d, both in runs.items()}
+        result = {}
+        for d in DOMAINS:
+            counts = [int(self.part(d, half)[1].sum()) for half in (0, 1)]
+            total = sum(n * self.run(p, packed, d, half, mode)[1] for half, n in enumerate(counts) if n)
+            result[d] = round(total / max(sum(counts), 1), 4)
+        return result
 
 
 def rounding_table(b: Bench, exact: Params | None, stored: Params, base: Mode) -> dict[str, dict[str, float]]:
