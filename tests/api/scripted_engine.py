@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from documented import check_events, check_reply
 
 from tided.api.context import Context
 from tided.api.door import Door
@@ -164,7 +165,9 @@ class Server:
 
     async def ask(self, body: Any, **options: Any) -> tuple[int, dict[str, Any]]:
         async with self.post(body, **options) as response:
-            return response.status, await response.json()
+            reply = await response.json()
+            check_reply("post", response.url.path, response.status, reply)
+            return response.status, reply
 
     async def refused(self, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:
         """The error of a request that must be refused before it reaches the engine."""
@@ -180,7 +183,9 @@ class Server:
         """The events of a stream as they stood on the wire."""
         async with self.post({**body, "stream": True}, **options) as response:
             assert response.status == 200
-            return events(await response.text())
+            text = await response.text()
+            check_events(response.url.path, text)
+            return events(text)
 
 
 def events(text: str) -> list[str]:

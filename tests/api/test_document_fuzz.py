@@ -2,18 +2,16 @@
 refusal as it says, at once. `make fuzz` tries 10,000 requests."""
 
 import asyncio
-import json
 import os
 import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 
-import jsonschema_rs
 import pytest
 import schemathesis
 import uvloop
+from documented import DOCUMENT, check_events
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import checks
@@ -24,12 +22,10 @@ from scripted_engine import ScriptedAnswer, ScriptedEngine, settings_with
 from tided.api.app import build_app
 from tided.api.door import Door
 from tided.api.openapi.document import EVENTS
-from tided.api.routes import api_document
 from tided.chat.deepseek_v41_tools import DSML
 from tided.chat.families import DEEPSEEK_V41
 
 EXAMPLES = int(os.environ.get("TIDE_FUZZ_EXAMPLES", "20"))
-DOCUMENT = json.loads(api_document("1"))
 OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
 POSTED = [operation for operation in OPERATIONS if operation.method == "post"]
 CHECKS = [
@@ -84,23 +80,6 @@ def url(tokenizer, ids) -> Iterator[str]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join(20)
     loop.close()
-
-
-@cache
-def event_schema(path: str) -> jsonschema_rs.Draft202012Validator:
-    """Of the data of a route's events."""
-    event = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"][EVENTS]["x-event"]
-    return jsonschema_rs.Draft202012Validator(event | {"components": DOCUMENT["components"]})
-
-
-def check_events(path: str, text: str) -> None:
-    """A stream: its events' data by their schema, and the end that its API has."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
-    if path in ("/v1/chat/completions", "/v1/completions"):
-        assert lines.pop() == "[DONE]"
-    assert lines
-    for line in lines:
-        event_schema(path).validate(json.loads(line))
 
 
 @pytest.mark.timeout(0)

@@ -103,8 +103,8 @@ _OLD_LOGPROBS = nullable(
     told(
         {
             "tokens": array(text()),
-            "token_logprobs": array(ANY_NUMBER),
-            "top_logprobs": array({"type": "object", "additionalProperties": ANY_NUMBER}),
+            "token_logprobs": said("Of a prompt's first token null.", array(nullable(ANY_NUMBER))),
+            "top_logprobs": array(nullable({"type": "object", "additionalProperties": ANY_NUMBER})),
             "text_offset": array(COUNT),
         }
     )
