@@ -65,7 +65,7 @@ class Checkpoint:
         """Reads config, index and every shard's header. Raises DataError or TensorError, naming file and offset."""
         root = Path(path).resolve()
         if not root.is_dir():
-            raise DataError("there is no such directory", where=str(path), hint="check `path` of the [model] section")
+            raise DataError("there is no such directory", where=str(path), hint="check `path` and `dense` in [model]")
         config = _json(_inside(root, CONFIG), dict[str, Any])
         if not (root / INDEX).exists():
             return cls(root, config, (read_shard(_inside(root, SINGLE)),))
@@ -84,6 +84,10 @@ class Checkpoint:
     def require(self, expected: Mapping[str, TensorSpec]) -> None:
         """Raises TensorError unless the checkpoint holds exactly these tensors."""
         require(self.tensors, expected, self.path, REQUIRE_HINT)
+
+    def home(self, name: str) -> Path:
+        """The directory where a tensor is, or should be."""
+        return self.path
 
     def spec(self, name: str) -> TensorSpec:
         """What the tensor is. Raises TensorError where there is none."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from packers.joined import identity_of
 from packers.overlay import digest_of, identity_under
 from packers.shards import Checkpoint
 from tidectl import fits, profiles, running, supervisor
@@ -254,6 +255,9 @@ def _model(profile: Path | None) -> Model:
     path = profile or _ran()
     settings = load(path)
     checkpoint = Checkpoint.open(settings.model.path)
+    identity = checkpoint.identity()
+    if settings.model.dense:
+        identity = identity_of(identity, Checkpoint.open(settings.model.dense).identity())
     found = fits.dimensions(Path(settings.model.path))
     if found is None:
         raise DataError("is no checkpoint of a family that this build knows", where=settings.model.path)
@@ -261,7 +265,7 @@ def _model(profile: Path | None) -> Model:
     return Model(
         path,
         settings,
-        identity_under(checkpoint.identity(), digest_of(settings.model.overlay)),
+        identity_under(identity, digest_of(settings.model.overlay)),
         str(checkpoint.config["model_type"]),
         shape,
     )

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from packers.joined import Joined, experts_of
 from tided import guard
 from tided.control.keys import Keys
 from tided.control.lockstep import Follower, Leader, Solo
@@ -169,9 +170,11 @@ def _facts(opened: OpenedModel) -> dict[str, str]:
     device = opened.settings.engine.device
     processor = torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
     overlay = opened.checkpoint.overlay
+    dense = opened.checkpoint.dense if isinstance(opened.checkpoint, Joined) else None
     return guard.facts(
         opened.settings,
-        opened.checkpoint.identity(),
+        experts_of(opened.checkpoint).identity(),
+        dense=dense.identity() if dense else "none",
         family=opened.shape.family,
         overlay=f"{overlay.points}, sha256 {overlay.sha256}" if overlay else "none",
         processor=processor,  # replicated arithmetic must give the same bits

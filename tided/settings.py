@@ -53,6 +53,14 @@ class Model(Section, frozen=True):
             "bounded: layers after the last KV source run over the last window of a chunk only (approximate).",
         ),
     ] = "full"
+    dense: Annotated[
+        str,
+        _doc(
+            "node",
+            "Directory of another checkpoint of the same model, for all weights but the routed experts; empty: none.",
+            path=True,
+        ),
+    ] = ""
     overlay: Annotated[
         str,
         _doc("node", "Safetensors file of edited weights that stand in place of the checkpoint's own.", path=True),

@@ -62,7 +62,7 @@ FILE:4:15: error: 'model.served_name' must be a string that is not empty, not th
 FILE:5:1: error: unknown key 'model.numeric'
  5 | numeric = "fp32"
    | ^^^^^^^
-   = rule: [model] has the keys path, served_name, numerics, prefill_chunk_tokens, decoder_replay, overlay, \
+   = rule: [model] has the keys path, served_name, numerics, prefill_chunk_tokens, decoder_replay, dense, overlay, \
 engram_cache_bytes
    = help: did you mean 'numerics'?
 

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from kernels.record import ExpertRecord
+from packers.joined import experts_of
 from packers.shards import Checkpoint
 from tided.cache.pool import PAGE_TOKENS
 from tided.engine.caching import CachePlan, Caching
@@ -176,7 +177,7 @@ def open_source(opened: OpenedModel, rank: int) -> Source:
     """Both give the same bytes; a pack must be that of this checkpoint, this rank and this cut."""
     checkpoint, experts = opened.checkpoint, opened.settings.experts
     if experts.source == "pack":
-        expected = pack_header(checkpoint, opened.family, rank, opened.record.ranks)
+        expected = pack_header(experts_of(checkpoint), opened.family, rank, opened.record.ranks)
         return PackSource(Path(experts.pack_dir), expected, experts.verify_reads)
     return source_of(checkpoint, opened.family.expert_names(checkpoint), opened.record, rank)
 

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from packers.joined import Joined, Part
 from packers.overlay import Overlay
 from packers.shards import Checkpoint
 from tided.errors import DataError
@@ -24,6 +25,14 @@ class Family(Protocol):
     name: str
 
     def shape(self, config: dict[str, Any]) -> ModelShape: ...
+
+    def known(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What of a configuration tells one model from another, however it is stored."""
+        ...
+
+    def parts(self, config: dict[str, Any]) -> Callable[[str], Part]:
+        """Which part of the model a tensor is of, by its name."""
+        ...
 
     def check(self, config: dict[str, Any], settings: Settings) -> None:
         """Raises ConfigError for settings that the family cannot serve, whatever the checkpoint holds."""
@@ -67,15 +76,32 @@ class Family(Protocol):
         ...
 
 
+DENSE_HINT = "`dense` in [model] names a checkpoint of the model whose experts are at `path`"
+SHOWN_KEYS = 4
 _FAMILIES: dict[str, Family] = {family.name: family for family in (DeepseekV41Family(), Glm53Family())}
 
 
 def open_checkpoint(settings: ModelSettings) -> Checkpoint:
-    """The checkpoint of a profile, under its overlay. Raises DataError and what `Family.overlaid` raises."""
+    """The checkpoint of a profile, with its dense weights and under its overlay. Raises DataError and what
+    `Family.overlaid` raises."""
     checkpoint = Checkpoint.open(settings.path)
+    if settings.dense:
+        checkpoint = _joined(checkpoint, Checkpoint.open(settings.dense))
     if not settings.overlay:
         return checkpoint
     return family_of(checkpoint.config).overlaid(checkpoint, Overlay.open(settings.overlay))
+
+
+def _joined(experts: Checkpoint, dense: Checkpoint) -> Joined:
+    """Raises DataError where the two are not of one model."""
+    family = family_of(experts.config)
+    if dense.config.get("model_type") != family.name:
+        raise DataError(f"is no checkpoint of a {family.name} model", where=str(dense.path), hint=DENSE_HINT)
+    one, other = family.known(experts.config), family.known(dense.config)
+    if differing := [key for key, value in one.items() if other.get(key) != value]:
+        said = ", ".join(f"{key} is {other.get(key)}, not {one[key]}" for key in differing[:SHOWN_KEYS])
+        raise DataError(f"another model than {experts.path}: {said}", where=str(dense.path), hint=DENSE_HINT)
+    return Joined(experts, dense, family.parts(experts.config))
 
 
 def family_of(config: dict[str, Any]) -> Family:

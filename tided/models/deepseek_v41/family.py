@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from kernels.record import ExpertRecord
+from packers.joined import Part
 from packers.overlay import Overlay
 from packers.shards import Checkpoint
 from tided.errors import ConfigError
@@ -14,7 +16,7 @@ from tided.models.deepseek_v41 import load
 from tided.models.deepseek_v41.config import read_config
 from tided.models.deepseek_v41.dense import dense_bytes
 from tided.models.deepseek_v41.model import DeepseekV41
-from tided.models.deepseek_v41.names import expected_tensors, routed_expert_names
+from tided.models.deepseek_v41.names import expected_tensors, part_of, routed_expert_names
 from tided.models.deepseek_v41.overlay import overlaid
 from tided.models.deepseek_v41.vision import tower_bytes
 from tided.models.paged import Shape
@@ -27,6 +29,13 @@ class DeepseekV41Family:
 
     def shape(self, config: dict[str, Any]) -> Shape:
         return load.shape_of(read_config(config))
+
+    def known(self, config: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = structs.asdict(read_config(config).text_config)
+        return found
+
+    def parts(self, config: dict[str, Any]) -> Callable[[str], Part]:
+        return part_of
 
     def check(self, config: dict[str, Any], settings: Settings) -> None:
         """Compressed rows are rounded to the model's own formats, and every rank's heads need all of them."""

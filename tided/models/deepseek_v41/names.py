@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from packers.joined import Part
 from packers.shards import TensorSpec
 from tided.models.deepseek_v41.config import Config, TextConfig
 
@@ -17,6 +18,14 @@ def expected_tensors(config: Config) -> Inventory:
     for layer, rows in zip(t.engram_layer_ids, t.engram_num_embeddings, strict=True):
         found |= _engram(f"layers.{layer}.engram", rows, t)
     return found | _drafter(t) | _vision(config)
+
+
+def part_of(name: str) -> Part:
+    """Which part of the model a tensor is of."""
+    drafter, expert = name.startswith("mtp."), ".ffn.experts." in name
+    if expert:
+        return "draft experts" if drafter else "experts"
+    return "draft" if drafter else "dense"
 
 
 def expert_names(block: str, expert: int) -> tuple[str, ...]:

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from msgspec import structs
 
+from packers.joined import Part
 from packers.overlay import Overlay
 from packers.shards import Checkpoint
 from tided.errors import ConfigError
@@ -13,9 +15,12 @@ from tided.experts.checkpoint import Record
 from tided.models.glm53 import load
 from tided.models.glm53.config import read_config
 from tided.models.glm53.model import Glm53
+from tided.models.glm53.names import part_of
 from tided.models.paged import Shape
 from tided.models.parallel import Group
 from tided.settings import Settings
+
+NOT_THE_MODEL = ("num_nextn_predict_layers", "eos_token_id", "pad_token_id")
 
 
 class Glm53Family:
@@ -23,6 +28,15 @@ class Glm53Family:
 
     def shape(self, config: dict[str, Any]) -> Shape:
         return load.shape_of(read_config(config))
+
+    def known(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Whether the layer behind the trunk is there, the files tell."""
+        c = read_config(config)
+        found = {key: value for key, value in structs.asdict(c).items() if key not in NOT_THE_MODEL}
+        return found | {"indexer_types": [c.selects(layer) for layer in range(c.num_hidden_layers)]}
+
+    def parts(self, config: dict[str, Any]) -> Callable[[str], Part]:
+        return part_of(read_config(config))
 
     def check(self, config: dict[str, Any], settings: Settings) -> None:
         load.check_cache(settings)

@@ -4,6 +4,7 @@ is told by the leaves that are there (`weights.layout_of`)."""
 from collections.abc import Callable
 from typing import NamedTuple
 
+from packers.joined import Part
 from packers.shards import TensorSpec
 from tided.models.glm53.config import Config
 
@@ -37,6 +38,18 @@ def block(layer: int) -> str:
 def expert(layer: int, number: int) -> str:
     """`layer` counts all layers of the file."""
     return f"{block(layer)}.mlp.experts.{number}"
+
+
+def part_of(c: Config) -> Callable[[str], Part]:
+    """Which part of the model a tensor is of, by its name."""
+    behind = tuple(f"{block(c.num_hidden_layers + i)}." for i in range(max(1, c.num_nextn_predict_layers)))
+
+    def part(name: str) -> Part:
+        if ".mlp.experts." in name:
+            return "draft experts" if name.startswith(behind) else "experts"
+        return "draft" if name.startswith(behind) else "dense"
+
+    return part
 
 
 def plain_tensors(c: Config) -> Inventory:

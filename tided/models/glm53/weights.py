@@ -58,7 +58,7 @@ def layout_of(checkpoint: Checkpoint, name: str, rows: int, columns: int) -> Lay
     found = {leaf: checkpoint.tensors[f"{name}.{leaf}"] for leaf in KNOWN if f"{name}.{leaf}" in checkpoint.tensors}
     main = found.get("trellis") or found.get("weight") or found.get("weight_packed")
     if main is None:
-        raise TensorError(f"tensor {name}.weight is missing", where=str(checkpoint.path))
+        raise TensorError(f"tensor {name}.weight is missing", where=str(checkpoint.home(name)))
     leaf = main.name.rpartition(".")[2]
     if leaf == "trellis":
         return _exl3(found, rows, columns)
