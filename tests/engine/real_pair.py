@@ -21,6 +21,7 @@ from tided.settings import Cache, Engine, Experts, Parallel
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "deepseek-v41"
 GLM = GOLDEN.parent / "glm53"
+EXL3 = GOLDEN.parent / "exl3-checkpoint"
 
 
 def opened(
@@ -91,7 +92,13 @@ class Living:
             scheduler_limits(model.settings, drafted.draft_tokens), depths=draft_depths(model.settings, drafted)
         )
         self.engine = LeaderEngine(
-            self.ranks[0].executor, scheduler, self.link, self.events.extend, self.faults.append, pilot
+            self.ranks[0].executor,
+            scheduler,
+            self.link,
+            self.events.extend,
+            self.faults.append,
+            pilot,
+            kinds=model.kinds,
         )
         prepare(self)
 
