@@ -18,6 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.synthetic import real_shapes
 from kernels.linear import Fp8Matrix, Matrix
+from tided.engine.sampling import sample
+from tided.engine.types import Sampling
 from tided.models.deepseek_v41.captured import Captured
 from tided.models.deepseek_v41.model import DeepseekV41
 
@@ -131,6 +133,21 @@ def dense_bytes(model: DeepseekV41) -> int:
     return total + sum(of(engram.wkv) for engram in model.engrams.layers.values())
 
 
+def loop_ms(model: DeepseekV41, lanes: list[Any], ids: Tensor, sampling: Sampling, steps: int) -> float:
+    """A step from the ids before to its own, as an engine's thread goes through it: demand added up, the step, its
+    tokens drawn and read."""
+    tap, times = model.blocks[0].moe.bank.tap, list[float]()
+    for _ in range(steps):
+        began = time.perf_counter()
+        tap.begin_step()
+        logits = model.decode(lanes, ids)
+        drawn = sample(logits, [(sampling, lane.position) for lane in lanes])
+        tap.add_up()
+        times.append(1e3 * (time.perf_counter() - began))
+        assert len(drawn) == len(lanes)
+    return statistics.median(times)
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A captured step of so many rows at work."""
@@ -157,6 +174,7 @@ def step_table(model: DeepseekV41, rows: int, context: int, rounds: int, repeats
     took = [replayed_us(pieces, rounds) for _ in range(repeats)]
     us, of = statistics.median(took), spent(pieces)
     launches, rest = host_ms(model, at.lanes, at.ids, at.made, 2 * rounds)
+    greedy, drawn = (loop_ms(model, at.lanes, at.ids, Sampling(t, seed=1), 4 * rounds) for t in (0.0, 1.0))
     record = model.blocks[0].moe.bank.record.nbytes
     read = {"experts": distinct * layers * record, "dense": float(dense_bytes(model))}
     total = sum(read.values())
@@ -166,6 +184,7 @@ def step_table(model: DeepseekV41, rows: int, context: int, rounds: int, repeats
         f"  step {us / 1e3:.3f} ms ({(max(took) - min(took)) / 1e3:.3f}), kernels {sum(of.parts.values()) / 1e3:.3f} ms"
     )
     print(f"  {of.nodes:.0f} graph nodes in {len(pieces)} pieces; host: launches {launches:.3f} ms, rest {rest:.3f} ms")
+    print(f"  ids to ids: greedy {greedy:.3f} ms, {greedy - us / 1e3:.3f} beside the graphs; drawn {drawn:.3f} ms")
     print(f"  floor {floor / 1e3:.3f} ms ({total / 1e9:.2f} GB at {read_gbs:,.0f} GB/s); step / floor {us / floor:.2f}")
     gb10 = total / GB10_GBS / 1e6 + of.nodes * GB10_NODE_US / 1e3
     print(f"  GB10 at {GB10_GBS:.0f} GB/s and {GB10_NODE_US} us a node: {gb10:.1f} ms and its collectives")

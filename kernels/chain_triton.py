@@ -1,8 +1,9 @@
 """Launches that begin while the one before them runs, where the device can (sm_90 and later).
 
-A kernel of the chain lets the next be placed at once, does what depends on nobody (fetching weights), and waits until
-all that came before is over and visible. Every kernel of a chain must wait, whatever its program has to do: the next
-one waits for its end alone."""
+A kernel of the chain does what depends on nobody (fetching weights), waits until all that came before is over and
+visible, and then lets the next be placed. Every kernel of a chain must wait, whatever its program has to do: the next
+one waits for its end alone. And it lets the next be placed only behind its own wait: else a dozen launches would stand
+on the device at once, each where the others left room, and run as unevenly as they stand."""
 
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,7 @@ from kernels.device import INTERPRETED
 
 @triton.jit
 def place_next(CHAINED: tl.constexpr):
-    """Lets the next launch begin to be placed."""
+    """Lets the next launch begin to be placed, once every program has come here."""
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -30,18 +31,18 @@ def wait_for_last(CHAINED: tl.constexpr):
 
 @triton.jit
 def chained(CHAINED: tl.constexpr):
-    place_next(CHAINED)
     wait_for_last(CHAINED)
+    place_next(CHAINED)
 
 
 @triton.jit
-def fetch(lines, CHAINED: tl.constexpr):
-    """lines [n]: addresses of lines of memory that will be read soon, to be brought into the L2 cache."""
+def fetch(at, nbytes, CHAINED: tl.constexpr):
+    """at, nbytes [n] int64, int32: memory that will be read soon, to be brought into the L2 cache; both in 16 bytes."""
     if CHAINED:
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [lines],
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [at, nbytes],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

@@ -1,7 +1,10 @@
-"""Demand of a whole step on CUDA: what every layer's rows wanted, added to the lanes' books in one launch.
+"""Demand of a whole step on CUDA: what every layer's rows wanted, added to the lanes' books in one launch, and copied
+for whoever asks later.
 
-A program has a layer, whose places in the books nobody else touches, and takes the rows in order, so the sums do not
-depend on when a program runs."""
+A program has a layer, whose places in the books nobody else touches, and takes the rows in order; the last one to end
+adds up what all layers add to the lanes' totals. So no sum depends on when a program runs."""
+
+from functools import lru_cache
 
 import torch
 import triton
@@ -11,8 +14,9 @@ from torch import Tensor
 
 @triton.jit
 def _demand(
-    lanes, layers, wanted, scores, weights, missed, read, counts, mass, uses, totals, rows, all_lanes, all_layers,
-    experts, light, K: tl.constexpr, KP: tl.constexpr, READ: tl.constexpr,
+    lanes, layers, wanted, scores, weights, missed, read, counts, mass, uses, totals, added, kept_wanted, kept_weights,
+    ended, rows, lane_stride, all_lanes, all_layers, experts, light,
+    K: tl.constexpr, KP: tl.constexpr, NP: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     layer = tl.load(layers + place)
@@ -21,9 +25,11 @@ def _demand(
     kind = tl.arange(0, 8)
     for row in range(rows):
         at = (place * rows + row) * K + k
-        lane = tl.load(lanes + row)
+        lane = tl.load(lanes + row * lane_stride)
         expert = tl.load(wanted + at, mask=known, other=0)
         weight = tl.load(weights + at, mask=known, other=0.0)
+        tl.store(kept_wanted + at, expert, mask=known)
+        tl.store(kept_weights + at, weight, mask=known)
         absent = (tl.load(missed + at, mask=known, other=0) != 0) & known
         late = absent & (k < 0)
         if READ:
@@ -47,22 +53,39 @@ def _demand(
         value = tl.where(kind == 5, tl.sum(small.to(tl.float32), 0), value)
         value = tl.where(kind == 6, tl.sum(tl.where(late, weight, 0.0), 0), value)
         value = tl.where(kind == 7, tl.sum(tl.where(small, weight, 0.0), 0), value)
-        tl.store(totals + (place * rows + row) * 8 + kind, value)
+        tl.store(added + (place * rows + row) * 8 + kind, value)
         tl.debug_barrier()  # the next row may be of the same lane, and want the same expert
+    if tl.atomic_add(ended, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        n = tl.arange(0, NP)
+        for row in range(rows):
+            at = added + (n * rows + row)[:, None] * 8 + kind[None, :]
+            each = tl.load(at, mask=(n < tl.num_programs(0))[:, None], other=0.0, cache_modifier=".cg")
+            book = totals + tl.load(lanes + row * lane_stride) * 8 + kind
+            tl.store(book, tl.load(book) + tl.sum(each, 0).to(tl.float64))
+            tl.debug_barrier()
+        tl.store(ended, 0)
+
+
+@lru_cache
+def _ended(device: torch.device) -> Tensor:
+    """Zero, and zero again after every launch. Launches that use it run one after another."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def add_demand(
     layers: Tensor, lanes: Tensor, wanted: Tensor, scores: Tensor, weights: Tensor, missed: Tensor, read: Tensor | None,
-    counts: Tensor, mass: Tensor, uses: Tensor, light: float,
-) -> Tensor:  # fmt: skip
+    counts: Tensor, mass: Tensor, uses: Tensor, totals: Tensor, light: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """layers [n] int64, each once; lanes [T] int64; wanted [n, T, k] int64, scores, weights fp32, missed, read bool
-    alike; adds to counts, mass [lanes, layers, experts] and uses [3, lanes, layers, experts] fp32 -> [T, 8] fp32, what
-    each row adds to its lane's totals (`tided.experts.tables.DemandTap`)."""
+    alike; adds to counts, mass [lanes, layers, experts], uses [3, lanes, layers, experts] fp32 and totals [lanes, 8]
+    fp64 (`tided.experts.tables.DemandTap`) -> wanted and weights, copied."""
     n, rows, top_k = wanted.shape
-    totals = torch.empty(n, rows, 8, device=wanted.device)
+    added = torch.empty(n, rows, 8, device=wanted.device)
+    copies = torch.empty_like(wanted), torch.empty_like(weights)
     _demand[(n,)](
-        lanes.contiguous(), layers, wanted, scores, weights, missed, missed if read is None else read, counts, mass,
-        uses, totals, rows, counts.shape[0], counts.shape[1], counts.shape[2], light, K=top_k,
-        KP=triton.next_power_of_2(top_k), READ=read is not None, num_warps=1,
+        lanes, layers, wanted, scores, weights, missed, missed if read is None else read, counts, mass, uses, totals,
+        added, *copies, _ended(wanted.device), rows, lanes.stride(0), counts.shape[0], counts.shape[1], counts.shape[2],
+        light, K=top_k, KP=triton.next_power_of_2(top_k), NP=triton.next_power_of_2(n), READ=read is not None,
+        num_warps=1,
     )  # fmt: skip
-    return totals.sum(0)
+    return copies

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.chain_triton import chain, chained, fetch, place_next, wait_for_last
+from kernels.chain_triton import chain, chained, fetch
 from kernels.rounding_triton import fp8_groups, rms, to_bf16
 
 MAX_ROWS = 16
@@ -29,14 +29,12 @@ def _hyper_spread(
 ):  # fmt: skip
     """streams, out [rows, S, hidden] bf16; output [rows, hidden] fp32; partial [rows, chunks, GP]: GATES products and
     the sum of squares."""
-    place_next(CHAINED)
     d = tl.program_id(0) * CH + tl.arange(0, CH)
     if MIX and CHAINED:
-        line = fn + (tl.arange(0, GP) % GATES) * (S * hidden) + tl.minimum(tl.program_id(0) * CH, hidden - 32)
+        at = fn + (tl.arange(0, GP) % GATES) * (S * hidden) + tl.minimum(tl.program_id(0) * CH, hidden - CH)
         for j in tl.static_range(S):
-            for i in tl.static_range(0, CH, 32):  # a line of 128 bytes
-                fetch((line + j * hidden + i).to(tl.int64), CHAINED)
-    wait_for_last(CHAINED)
+            fetch((at + j * hidden).to(tl.int64), tl.full([GP], 4 * CH, tl.int32), CHAINED)
+    chained(CHAINED)
     r, g = tl.arange(0, RP), tl.arange(0, GP)
     inside = (r < rows)[:, None] & (d < hidden)[None, :]
     acc, squares = tl.zeros([RP, GP], tl.float32), tl.zeros([RP], tl.float32)

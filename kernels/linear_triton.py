@@ -22,10 +22,10 @@ from kernels.rounding_triton import INTERPRETED, fp8_groups, to_bf16
 
 MAX_ROWS = 16
 OUTPUTS = 32
-BLOCK, STAGES = 128, 4  # of K: numbers of a row at a time, and tiles that are on their way
-PROGRAMS = 512  # a product of fewer is split along K: some for each of a device's processors, of which some always wait
+BLOCK, STAGES = 128, 6  # of K: numbers of a row at a time, and tiles that are on their way
+PROGRAMS = 768  # a product of fewer is split along K, so that nearly all of it can be on its way at once
 LEAST_BLOCKS, MOST_PARTS = 3, 16  # of K, a program's; of a sum
-LINE_BYTES = 128
+MOST_AHEAD = 1024  # bytes of a row, a program's
 MOST_FETCHED = 32 << 20  # a matrix beyond this is not brought into the L2 cache before it is read
 
 
@@ -85,13 +85,12 @@ def _times(weights, x, acc):
 
 @triton.jit
 def _fetch(w, first, at, row_bytes, outs, AHEAD: tl.constexpr, CHAINED: tl.constexpr):
-    """w: bytes of rows; the first AHEAD lines behind byte `at` of 32 of them."""
+    """w: bytes of rows; AHEAD of them from byte `at` of 32 rows on, half a row for each thread."""
     if CHAINED:
         every = tl.arange(0, 64)
         row = tl.minimum(first + every % 32, outs - 1).to(tl.int64)
-        for line in tl.static_range(0, AHEAD, 2):
-            byte = at + (line + every // 32) * 128
-            fetch((w + row * row_bytes + tl.minimum(byte, row_bytes - 1)).to(tl.int64), CHAINED)
+        byte = tl.minimum(at + every // 32 * (AHEAD // 2), row_bytes - AHEAD // 2)
+        fetch((w + row * row_bytes + byte).to(tl.int64), tl.full([64], AHEAD // 2, tl.int32), CHAINED)
 
 
 @triton.jit
@@ -120,7 +119,6 @@ def _linear(
 ):  # fmt: skip
     """x [rows, groups, width] bf16, w [outs, width]; outputs of group g take x[:, g]. parts [SPLIT, 1 or 2, rows, outs]
     and arrived [a tile] int32, zeros, where there are several parts to be added here."""
-    place_next(CHAINED)
     first, part = tl.program_id(0) * OUT, tl.program_id(1)
     blocks = tl.cdiv(tl.cdiv(width, BK), SPLIT)
     begin, end = part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(width, BK))
@@ -165,6 +163,7 @@ def _linear(
             acc = _times(tile, acts, acc)
             if ENDING == 4:
                 other = _times(tile2, acts, other)
+    place_next(CHAINED)
     if FP8:
         acc, other = acc * 18446744073709551616.0, other * 18446744073709551616.0
     there = live[None, :] & (column < outs)[:, None]
@@ -204,6 +203,13 @@ def parts(outs: int, width: int) -> int:
     return triton.cdiv(blocks, triton.cdiv(blocks, wanted))  # as few as the same share of each gives
 
 
+def _ahead(share: int, row_bytes: int, nbytes: int) -> int:
+    """Bytes of a row that a program has brought into the L2 cache before it may read what it multiplies; 0: none."""
+    if nbytes > MOST_FETCHED or row_bytes % 32:
+        return 0
+    return min(share, row_bytes, MOST_AHEAD)
+
+
 def linear(
     x: Tensor,
     weight: Fp8Matrix | Tensor,
@@ -212,12 +218,12 @@ def linear(
     groups: int = 1,
     limit: float = 0.0,
     split: int | None = None,
-    block: int = BLOCK,
-    stages: int = STAGES,
+    block: int | None = None,
+    stages: int | None = None,
 ) -> Tensor:
     """x [R, K] bf16 (groups: [R, groups * K]), R <= MAX_ROWS; weight [N, K] FP8 or bf16 -> [R, N] as `ending` says;
     PARTS: [parts, R, N] fp32. SWIGLU: N of the weight is twice that of the result, gates first. ADDED needs `out`.
-    `split`: in so many parts instead."""
+    `split`, `block` and `stages`: instead of what suits the shape."""
     rows, (outs, width) = len(x), weight.shape
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows, a decode step has {MAX_ROWS} at most")
@@ -226,6 +232,7 @@ def linear(
     if ending == Ending.SWIGLU:
         outs //= 2
     split = parts(outs, width) if split is None else split
+    block, stages = block or BLOCK, stages or STAGES
     if out is None:
         shape = (split, rows, outs) if ending == Ending.PARTS else (rows, outs)
         dtype = torch.float32 if ending in (Ending.PARTS, Ending.SUM, Ending.ADDED) else torch.bfloat16
@@ -238,7 +245,7 @@ def linear(
         x, codes, scale, out, scratch, _arrived(x.device), rows, width, scale_width, outs, outs // groups, x.stride(0),
         outs * width, outs // 32 * scale_width, limit,
         M=8 if rows <= 8 else 16, BK=block, OUT=OUTPUTS, SPLIT=split, FP8=is_fp8, WHOLE=width % block == 0,
-        ENDING=int(ending), AHEAD=0 if nbytes > MOST_FETCHED else min(8, triton.cdiv(share, LINE_BYTES)), num_warps=2,
+        ENDING=int(ending), AHEAD=_ahead(share, width * codes.element_size(), nbytes), num_warps=2,
         num_stages=stages, **chain(x.device),
     )  # fmt: skip
     return out

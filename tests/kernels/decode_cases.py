@@ -443,6 +443,10 @@ def case_engram() -> None:
         within(f"streams of {hidden}", held, wanted, 1e-3)
 
 
+def spare(book: DemandTap) -> list[Tensor]:
+    return [part.clone() for part in (book._counts, book._mass, book.uses, book._totals)]
+
+
 def case_demand() -> None:
     """Against what the books of `tided.experts.tables` do on a CPU."""
     shapes = [(3, 8, 3, 5, 0.3), (2, 48, 4, 1, 0.0)]
@@ -462,8 +466,10 @@ def case_demand() -> None:
                 books[1].record_step(Together(*moved_parts))
             else:  # the books would choose the CPU's way
                 own = books[1]
-                added = demand_triton.add_demand(*moved_parts, own._counts, own._mass, own.uses, light)
-                own._totals.index_add_(0, lanes, added.double())
+                demand_triton.add_demand(*moved_parts, own._counts, own._mass, own.uses, own._totals, light)
+            copies = demand_triton.add_demand(*moved_parts, *spare(books[1]), light)
+            assert torch.equal(copies[0].cpu(), wanted)
+            assert torch.equal(copies[1].cpu(), weights)
         for name in ("counts", "mass", "totals", "uses"):
             within(f"{name}, {layers} layers", getattr(books[1], name), getattr(books[0], name).float(), 1e-6)
 

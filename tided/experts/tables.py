@@ -204,11 +204,12 @@ class DemandTap:
         if wanted.is_cuda:
             from kernels.demand_triton import add_demand  # a compiler, which a CPU need not have
 
-            both = add_demand(*seen, self._counts, self._mass, self.uses, self.light)
+            wanted, weights = add_demand(*seen, self._counts, self._mass, self.uses, self._totals, self.light)
         else:
             both = self._add_here(layers, lanes, wanted, scores, weights, missed, read)
-        self._totals.index_add_(0, lanes, both.to(self._totals.dtype))
-        self.wishes[-1].append(Wish(layers, wanted.clone(), weights.clone()))
+            self._totals.index_add_(0, lanes, both.to(self._totals.dtype))
+            wanted, weights = wanted.clone(), weights.clone()
+        self.wishes[-1].append(Wish(layers, wanted, weights))
 
     def _add_here(
         self,

@@ -22,6 +22,7 @@ from kernels.linear import Fp8Matrix
 from kernels.rows import ROWS
 from tided.cache.context import Context, Remainder
 from tided.experts.tables import Together
+from tided.models.deepseek_v41.engram_rows import Asked
 from tided.models.deepseek_v41.step import Pass, Span
 
 POSITION, LANE = 1, 2  # of a row's fields; see `rounding_triton`
@@ -71,6 +72,22 @@ class Captured:
     logits: Tensor
 
 
+class Copies:
+    """Until when a step's memory on the host is read by copies to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._behind = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def made(self) -> None:
+        if self._behind is not None:
+            self._behind.record()
+
+    def wait(self) -> None:
+        """Those of the step before are long done."""
+        if self._behind is not None:
+            self._behind.synchronize()
+
+
 @dataclass
 class Prepared:
     """A number of rows: the step, its inputs on the host, and its graphs once they are captured."""
@@ -79,7 +96,7 @@ class Prepared:
     host: dict[int, Tensor]
     meta: Tensor
     wish: Together  # where the step leaves what its rows wanted
-    copied: Any = None  # the event behind the last copy of `host` and `meta`
+    copies: Copies
     captured: Captured | None = None
 
 
@@ -118,17 +135,18 @@ class DecodeSteps:
         if alone:
             tap.add_up()  # what the step before left lies where this one writes
         step = Pass(spans, meta[:, POSITION], meta[:, LANE], meta, meta)
-        asked = model.engrams.ask(step, ids)
-        if made.copied is not None:
-            made.copied.synchronize()  # of the step before: long done
+        made.copies.wait()
         self._describe(model, made, spans, ids)
         urgent = model.blocks[0].moe.bank.urgent
         made.step.waiting = step if urgent is not None and urgent.active else None
+        asked = dict[int, Asked]()
 
         def fetch(layer: int) -> None:
-            made.host[layer].copy_(torch.from_numpy(asked[layer].raw()))
+            """Rows are asked for once the device has its first work, and taken where the next needs them."""
+            asked.update(asked or model.engrams.ask(step, ids))
+            made.host[layer].numpy()[:] = asked[layer].raw()
             made.step.inputs.engram[layer].copy_(made.host[layer], non_blocking=True)
-            self._copied(made)
+            made.copies.made()
 
         if made.captured is None or made.step.waiting is not None:
             for layer in made.step.parts():
@@ -141,6 +159,8 @@ class DecodeSteps:
                 if follows is not None:
                     fetch(follows)
             logits = made.captured.logits.clone()
+        if not asked:
+            model.engrams.ask(step, ids)  # no layer wants rows: the lanes' tails move on all the same
         if made.step.waiting is None:
             wish = made.wish if alone else made.wish.copied()
             tap.record_step(wish)
@@ -166,12 +186,7 @@ class DecodeSteps:
             addresses = (t.data_ptr() for t in (lane.windows, lane.page_table, self._recent[lane].data))
             fields[row] = (ids[row], span.start, lane.index, *addresses, *first[lane])
         made.step.inputs.meta.copy_(made.meta, non_blocking=True)
-        self._copied(made)
-
-    def _copied(self, made: Prepared) -> None:
-        if made.step.inputs.meta.is_cuda:
-            made.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            made.copied.record()
+        made.copies.made()
 
     def _prepare(self, model: "DeepseekV41", rows: int) -> Prepared:
         from kernels.router_triton import Routed  # a compiler, which a CPU need not have
@@ -213,6 +228,7 @@ class DecodeSteps:
             on_host,
             host(rows, ROW_FIELDS, dtype=torch.int64),
             Together(numbers, inputs.meta[:, LANE], *wish, None),
+            Copies(device),
         )
         self._prepared[rows] = made
         return made
