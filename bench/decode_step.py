@@ -179,7 +179,9 @@ def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone
     rank.executor.model = model
     executor.sample = sampler
     limits = scheduler_limits(job.settings)
-    engine = LeaderEngine(rank.executor, Scheduler(limits), link, lambda events: None, lambda error: None, pilot)
+    engine = LeaderEngine(
+        rank.executor, Scheduler(limits), link, lambda events: None, lambda error: None, pilot, rest_after_s=0.0
+    )
     for lane in range(limits.lanes):
         engine.submit(request(job, lane, rank.opened.shape.vocab_size))
     engine.take_in()

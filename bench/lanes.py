@@ -121,7 +121,7 @@ def run_rank(folder: Path, number: int) -> None:
         leader.ready(rank.residents.digest())
         clock = Clock()
         scheduler = Scheduler(scheduler_limits(settings))
-        engine = LeaderEngine(rank.executor, scheduler, leader, clock, failures.append, pilot)
+        engine = LeaderEngine(rank.executor, scheduler, leader, clock, failures.append, pilot, rest_after_s=0.0)
         repeats = list(measure(job, engine, clock, folder))
         (folder / RESULT).write_bytes(msgspec.json.encode(repeats))
         leader.stop("measured")

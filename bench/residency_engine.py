@@ -118,7 +118,9 @@ class Server:
         self.decodes: list[tuple[float, float]] = []  # seconds of each decode step, of a clock and of the processor
         self._faults: list[TideError] = []
         scheduler = Scheduler(scheduler_limits(rank.opened.settings))
-        self.engine = LeaderEngine(rank.executor, scheduler, Solo(), self._events.extend, self._faults.append, pilot)
+        self.engine = LeaderEngine(
+            rank.executor, scheduler, Solo(), self._events.extend, self._faults.append, pilot, rest_after_s=0.0
+        )
 
     def answer(self, text: Text) -> Answer:
         """Serves it, and waits for the rest that follows."""

@@ -299,6 +299,11 @@ class FakePilot:
     def scores(self):
         return np.ones((LAYERS, EXPERTS))
 
+    max_swaps, rest_due = 512, True
+
+    def rested(self):
+        self.told.append(("idle", 0))
+
     def rest_scores(self):
         return self.scores() / EXPERTS
 
@@ -352,7 +357,13 @@ class Bench:
     def __init__(self, link=None, pilot=None, limits: Limits = LIMITS, ring_slots: int = 0) -> None:
         self.link, self.events, self.faults = link or Alone(), [], []
         self.engine = LeaderEngine(
-            executor(ring_slots), Scheduler(limits), self.link, self.events.extend, self.faults.append, pilot
+            executor(ring_slots),
+            Scheduler(limits),
+            self.link,
+            self.events.extend,
+            self.faults.append,
+            pilot,
+            rest_after_s=0.0,
         )
 
     @property

@@ -99,6 +99,7 @@ class Living:
             self.faults.append,
             pilot,
             kinds=model.kinds,
+            rest_after_s=0.0,
         )
         prepare(self)
 

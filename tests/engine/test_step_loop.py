@@ -3,11 +3,12 @@
 import threading
 from contextlib import closing
 
+import numpy as np
 import pytest
 from engine_fakes import EXPERTS, LAYERS, LIMITS, PAIRS, SWAPS, TOP_K, Bench, FakePilot, request
 
 from tided.engine import motion
-from tided.engine.core import LANDING_WAIT_S
+from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S
 from tided.engine.scheduler import Limits
 from tided.engine.types import Failed, Finished, Tokens
 from tided.errors import ContextOverflowError, PairError
@@ -190,7 +191,7 @@ def test_an_idle_engine_sleeps_between_looks_at_its_reads_and_publishes_them():
 
     def look(wait_s=0.0):
         waits.append(wait_s)
-        if len(waits) == 5:
+        if waits.count(LANDING_WAIT_S) == 5:
             residents.holds = False
         if bench.engine.residency.generation == 2 and not bench.engine.motion.reading:
             bench.engine.close("done")
@@ -224,6 +225,62 @@ def test_the_tide_plans_once_when_the_engine_comes_to_rest():
     assert [len(step.change.load) for step in bench.link.sent] == [0, 0, 2, 1, 0]
     assert [len(step.change.publish) for step in bench.link.sent] == [0, 0, 0, 2, 1]
     assert bench.engine.residency.generation == 2
+
+
+def pieces(bench: Bench) -> int:
+    """Turns that do a piece of the rest, until none is left."""
+    count = 0
+    while bench.engine.turn():
+        count += 1
+    return count
+
+
+def test_who_comes_at_rest_waits_for_one_piece_of_it_and_the_rest_begins_again():
+    pilot = FakePilot()
+    bench = Bench(pilot=pilot, ring_slots=2)
+    bench.submit(request("a", max_tokens=1))
+    while not bench.engine._resting:
+        bench.turn()
+    bench.turn()
+    assert bench.engine.executor.residents.checked == 1
+    assert ("idle", 0) not in pilot.told
+    bench.submit(request("b", max_tokens=1))
+    bench.turn()
+    assert bench.started() == ["a", "b"]  # in the very next turn
+    assert ("idle", 0) not in pilot.told
+    assert pieces(bench) >= 4
+    assert bench.engine.executor.residents.checked == 2
+    assert pilot.told.count(("idle", 0)) == 1
+    assert pieces(bench) == 0
+
+
+def test_nothing_is_done_at_rest_before_it_has_been_quiet_for_a_while():
+    pilot = FakePilot(idle=SWAPS)
+    bench = Bench(pilot=pilot)
+    bench.submit(request("a", max_tokens=1))
+    bench.turn(2)
+    bench.engine._rest_after_s = 1000.0
+    assert pieces(bench) == 0
+    assert bench.engine.executor.residents.checked == 0
+    assert 0.5 < bench.engine._idle_wait_s() <= IDLE_WAIT_S
+    bench.engine._rest_after_s = 0.0
+    assert bench.engine._idle_wait_s() == 0.0  # as soon as it is due
+    assert pieces(bench) >= 4
+    assert ("idle", 0) in pilot.told
+    assert bench.engine._idle_wait_s() == IDLE_WAIT_S
+
+
+def test_what_a_set_at_rest_is_made_from_is_computed_once_and_only_when_it_is_due():
+    asked, pilot = [], FakePilot()
+    pilot.rest_scores = lambda: asked.append(1) or np.ones((LAYERS, EXPERTS)) / EXPERTS
+    bench = Bench(pilot=pilot, ring_slots=2)
+    bench.submit(request("a", max_tokens=1))
+    bench.finish()
+    assert asked == [1]
+    pilot.rest_due = False
+    bench.submit(request("b", max_tokens=1))
+    bench.finish()
+    assert asked == [1]
 
 
 def test_no_step_is_sent_at_rest():

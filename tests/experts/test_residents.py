@@ -302,6 +302,33 @@ def test_integrity_sees_two_experts_in_one_slot_a_wrong_mask_and_a_written_null_
         residents.check_integrity()
 
 
+@pytest.mark.parametrize("damage", ["ring", "count", "floor"])
+def test_integrity_sees_a_ring_entry_nobody_holds_wrong_counts_and_a_layer_below_its_floor(damage):
+    residents = fake_residents(3, 8, 2, 12, 4, FakeSource(), ring=2)
+    residents.fill(first(3, 4), quiet)
+    numbers = begin(residents, [(None, (0, 6))])
+    wait(residents, numbers)
+    residents.publish(numbers)
+    residents.check_integrity()
+    if damage == "ring":
+        residents._ring[0, 7] = residents._ring.pop((0, 6))
+    elif damage == "count":
+        residents._residents_of[0], residents._residents_of[1] = 5, 3
+    else:
+        residents.top_k = 5
+    with pytest.raises(PairError, match={"ring": "hot ring", "count": "count of a layer", "floor": "needs 5"}[damage]):
+        residents.check_integrity()
+
+
+def test_the_hash_of_a_set_is_the_one_that_changes_add_up_to():
+    pairs = [(layer, expert) for layer in range(75) for expert in range(0, 256, 3)]
+    value = 0
+    for pair in pairs:
+        value ^= residents_module._key(pair, 256)
+    assert mask_hash(pairs, 256) == value == mask_hash(reversed(pairs), 256)
+    assert mask_hash([], 256) == 0
+
+
 def test_the_arena_is_one_aligned_block_with_a_null_slot_of_zeros():
     arena = Arena(RECORD, 5, 2, CPU)
     assert arena.data.shape == (8, RECORD.slot_bytes)

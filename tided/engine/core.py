@@ -23,6 +23,7 @@ log = logging.getLogger("tided.engine")
 
 IDLE_WAIT_S = 1.0  # longest sleep on an inbox or a link before the stop flag is looked at
 LANDING_WAIT_S = 0.01  # the same while reads are under way
+REST_AFTER_S = 1.0  # without a step: who asks again at once is not kept waiting by what is done at rest
 OnFault = Callable[[TideError], None]
 
 

@@ -3,6 +3,7 @@ on a clock, a setting of the node or the rank's number, or decides by a value th
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -123,11 +124,20 @@ class Executor:
 
     def check(self) -> None:
         """Raises PairError unless the books of expert memory, context pool and caches agree; for idle moments."""
+        for check in self.checks():
+            check()
+
+    def checks(self) -> list[Callable[[], None]]:
+        """`check` in pieces, of some milliseconds each."""
+        return [self._check_contexts, self.residents.check_integrity, self._check_demand]
+
+    def _check_contexts(self) -> None:
         self.model.check([lane.state for lane in self.lanes.values() if not lane.parked])
         self.caching.check([index for index, lane in self.lanes.items() if lane.parked])
-        self.residents.check_integrity()
         if self.sight.cut - self.lanes.keys():
             raise PairError("rows of images are kept for lanes that are not open")
+
+    def _check_demand(self) -> None:
         self.tap.check(self.lanes)
         if self.urgent is not None:
             self.urgent.check()

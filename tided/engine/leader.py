@@ -6,7 +6,7 @@ Its thread is the only one that touches scheduler, executor, link and pilot; oth
 import math
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from msgspec import structs
 from tided.control.messages import Change, Recalled, Step, Stop
 from tided.engine.board import FIGURES_EVERY_S, ExpertBoard, Figures
 from tided.engine.checks import check_images, check_request
-from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S, Engine, OnFault
+from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S, REST_AFTER_S, Engine, OnFault
 from tided.engine.executor import Executor
 from tided.engine.ledger import Ledger
 from tided.engine.motion import Motion, Moved
@@ -60,6 +60,7 @@ class LeaderEngine(Engine):
         threads: int = 1,
         expert_reads: Mapping[str, Any] | None = None,
         kinds: Kinds | None = None,
+        rest_after_s: float = REST_AFTER_S,
     ) -> None:
         super().__init__(executor, on_fault, threads)
         self.expert_reads: Mapping[str, Any] = expert_reads or {}  # where experts come from, for who asks
@@ -72,7 +73,9 @@ class LeaderEngine(Engine):
         places = 4 * (limits.lanes + limits.queue) + 16
         self._inbox: queue.Queue[Submission | Cancellation | Stop] = queue.Queue(places)
         self._moved = Moved()  # by the step in hand
+        self._rest_after_s = rest_after_s
         self._rested = True  # no work since the pair came to rest
+        self._resting: Iterator[None] | None = None  # what is still to be done before it has
         self._mask = ""  # that snapshots were looked up for
         self._stop: Stop | None = None
         self.motion.look_rows = limits.look_rows
@@ -132,22 +135,27 @@ class LeaderEngine(Engine):
     # For its own
 
     def turn(self) -> bool:
-        """Decides and executes one step; False when there was nothing to do."""
+        """Decides and executes one step, or does a piece of what is due at rest; False: there was nothing to do."""
         self._collect_reads()
-        step = self._next_step() or self._rest()
+        step = self._next_step()
+        busy = step is not None or self._rest()
         if step is not None:
-            self.ledger.begin(step)
-            self._emit()
-            began_s = time.monotonic()
-            self._link.send(step)
-            outcome = self._execute(step)
-            if step.digest_due:
-                self._compare(step.seq, outcome.digest)
-            self.ledger.account(step, outcome, self._moved, self.last_step_s - began_s, self.last_step_s)
-            self._rested = self._rested and step.work is None
-            self._show(step.change)
+            self._run_step(step)
         self._emit()
-        return step is not None
+        return busy
+
+    def _run_step(self, step: Step) -> None:
+        self.ledger.begin(step)
+        self._emit()
+        began_s = time.monotonic()
+        self._link.send(step)
+        outcome = self._execute(step)
+        if step.digest_due:
+            self._compare(step.seq, outcome.digest)
+        self.ledger.account(step, outcome, self._moved, self.last_step_s - began_s, self.last_step_s)
+        if step.work is not None:
+            self._rested, self._resting = False, None
+        self._show(step.change)
 
     def _compare(self, seq: int, digest: str) -> None:
         waited_s = self._link.compare(seq, digest)
@@ -218,28 +226,44 @@ class LeaderEngine(Engine):
     def _loop(self) -> None:
         busy = False
         while self._stop is None:
-            self.take_in(0.0 if busy else LANDING_WAIT_S if self._reading else IDLE_WAIT_S)
+            self.take_in(0.0 if busy else self._idle_wait_s())
             busy = self.turn()
         for request_id in self.ledger.open_ids:
             self.ledger.cancel(request_id)
         self._emit()
         self._link.stop(self._stop.reason)
 
-    def _rest(self) -> Step | None:
-        """Nothing is asked for: verify the books once, then let the tide plan once."""
+    def _idle_wait_s(self) -> float:
+        if self._reading:
+            return LANDING_WAIT_S
+        rest_s = self.last_step_s + self._rest_after_s - time.monotonic()
+        return IDLE_WAIT_S if self._rested else min(IDLE_WAIT_S, max(0.0, rest_s))
+
+    def _rest(self) -> bool:
+        """Nothing has been asked for since a while: once, a piece of the rest that is due. Whoever comes meanwhile
+        waits for one piece; the rest begins again after its request."""
         if self._rested or self.scheduler.waiting or self.scheduler.running:
-            return None
-        self._rested = True
+            return False
+        if time.monotonic() - self.last_step_s < self._rest_after_s:
+            return False
+        self._resting = self._resting or self._at_rest()
+        if next(self._resting, self) is self:
+            self._rested, self._resting = True, None
+        return True
+
+    def _at_rest(self) -> Iterator[None]:
+        """Verifies the books, then lets the tide plan. Each piece takes milliseconds."""
         if self.executor.lanes or self.scheduler.held_tokens:
             raise PairError(f"lanes {sorted(self.executor.lanes)} are held while no request runs")
         if self.executor.caching.kept:
             raise PairError(f"{self.executor.caching.kept} snapshots are kept for nobody")
         if self.executor.sight.kept:
             raise PairError(f"images of {self.executor.sight.kept} requests are kept for nobody")
-        self.executor.check()
         self.scheduler.check()
-        self.ledger.idle()
-        return self._next_step()
+        for check in self.executor.checks():
+            check()
+            yield
+        yield from self.ledger.rest()
 
     def _receive(self, command: Submission | Cancellation | Stop) -> None:
         if isinstance(command, Submission):

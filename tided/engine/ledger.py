@@ -7,7 +7,7 @@ with the pair.
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -181,10 +181,10 @@ class Ledger:
         self._guides.clear()
         self._watches.clear()
 
-    def idle(self) -> None:
-        """Nothing is asked for: the tide may plan."""
+    def rest(self) -> Iterator[None]:
+        """Nothing is asked for: the tide may plan, a piece at a time."""
         if self._moments:
-            self._moments.idle()
+            yield from self._moments.rest()
 
     def _published(self, moved: Moved) -> None:
         self.residency = residency_of(self._executor)

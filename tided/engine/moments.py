@@ -5,7 +5,7 @@ and whether one is, stands nowhere else. Beside a ring, plans come from the esti
 would undo each other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -51,7 +51,22 @@ class Moments:
 
     def idle(self) -> None:
         """Nothing is asked for."""
-        self._plan(self._pilot.idle_plan(self._motion.has_ring), "idle")
+        for _ in self.rest():
+            pass
+
+    def rest(self) -> Iterator[None]:
+        """The same in pieces of some milliseconds: it may end behind any of them, and the plan is still due then."""
+        pilot, motion = self._pilot, self._motion
+        if not pilot.rest_due:
+            return
+        if not motion.has_ring:
+            motion.take_plan(pilot.idle_plan(False), "idle")
+            return
+        motion.hot.rebase(pilot.scores())
+        scores = pilot.rest_scores()
+        yield
+        motion.take_plan(motion.hot.rest_plan(pilot.max_swaps, scores), "idle")
+        pilot.rested()
 
     def published(self, moved: Moved) -> None:
         """A change of the routable set is done on every rank."""
@@ -62,6 +77,5 @@ class Moments:
         pilot, hot = self._pilot, self._motion.hot
         if swaps and self._motion.has_ring:
             hot.rebase(pilot.scores())
-            most = len(swaps)
-            swaps = hot.rest_plan(most, pilot.rest_scores()) if reason == "idle" else hot.plan(most, pilot.steadied)
+            swaps = hot.plan(len(swaps), pilot.steadied)
         self._motion.take_plan(swaps, reason)

@@ -138,6 +138,20 @@ class Pilot(Protocol):
         self, counts: ArrayLike, mass: ArrayLike, totals: ArrayLike, tokens: int, *, lane: int
     ) -> None: ...
 
+    @property
+    def max_swaps(self) -> int:
+        """Of one plan."""
+        ...
+
+    @property
+    def rest_due(self) -> bool:
+        """Whether a plan is to be made at rest: a request has ended since the last one."""
+        ...
+
+    def rested(self) -> None:
+        """One was made of `rest_scores`."""
+        ...
+
     def idle_plan(self, drifted: bool) -> Sequence[PairSwap]: ...
 
     def applied(self, swaps: Iterable[PairSwap]) -> None: ...

@@ -20,9 +20,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
+import numpy.typing as npt
 
 from tided.errors import DataError, PairError
 from tided.experts.arena import Arena, Pair
@@ -32,6 +33,7 @@ from tided.experts.tables import RoutingTables
 log = logging.getLogger("experts")
 
 PairSwap = tuple[Pair, Pair]  # (leaves, takes its place)
+Indices = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]  # (records read, records in all)
 
 HUNG_S = 300.0  # a read beside the steps, which waits for all that is more urgent
@@ -252,21 +254,23 @@ class Residents:
         """Raises PairError unless arena, directory and tables agree: what an idle moment can afford to verify."""
         self._check_alive()
         self.arena.check()
-        expected = np.full((self.layers, self.experts), -1, dtype=np.int32)
-        for (layer, expert), slot in self.arena.directory.items():
-            expected[layer, expert] = slot
+        directory = self.arena.directory
+        expected = np.full(self.layers * self.experts, -1, dtype=np.int32)
+        expected[_indices(directory, self.experts)] = np.fromiter(directory.values(), np.int32, len(directory))
+        expected = expected.reshape(self.layers, self.experts)
         if not np.array_equal(self.tables.slot_of.cpu().numpy(), expected):
             raise PairError("the routing table and the expert directory differ")
         if not np.array_equal(self.tables.routable.cpu().numpy(), expected >= 0):
             raise PairError("the routable mask and the expert directory differ")
-        if self.mask_hash != mask_hash(self.arena.directory, self.experts):
+        if self.mask_hash != mask_hash(directory, self.experts):
             raise PairError("the running hash of the routable set is wrong")
-        if any(self.arena.slot_of(pair) is None for pair in self._ring) or not self._ring_fits():
+        if any(pair not in directory for pair in self._ring) or not self._ring_fits():
             raise PairError("the hot ring and the expert directory differ")
-        count = Counter(layer for layer, _ in self.pairs)
-        if [count[layer] for layer in range(self.layers)] != self._residents_of:
+        resident = expected >= 0
+        resident.ravel()[_indices(self._ring, self.experts)] = False
+        if resident.sum(axis=1).tolist() != self._residents_of:
             raise PairError("the count of a layer's residents is wrong")
-        self._check_floor(count)
+        self._check_floor(self._residents_of)
 
     def _check_alive(self) -> None:
         if self._failed:
@@ -362,10 +366,17 @@ class Residents:
 
 def mask_hash(pairs: Iterable[Pair], experts: int) -> int:
     """64 bits that name a resident set, whatever its order: the xor of a well-mixed key for each pair."""
-    value = 0
-    for pair in pairs:
-        value ^= _key(pair, experts)
-    return value
+    z = (_indices(pairs, experts).astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)  # `_key` of all
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return int(np.bitwise_xor.reduce(z ^ (z >> np.uint64(31)), initial=0))
+
+
+def _indices(pairs: Iterable[Pair], experts: int) -> Indices:
+    """[n] int64: layer * experts + expert"""
+    flat = np.fromiter(chain.from_iterable(pairs), dtype=np.int64)
+    found: Indices = flat[0::2] * experts + flat[1::2]
+    return found
 
 
 def _key(pair: Pair, experts: int) -> int:

@@ -184,6 +184,20 @@ class Pilot:
         """[layers, experts]: what a plan made now is made from, requests still running included. Writes nothing."""
         return blended(self._preview(), self.seed.prior if self.seed else None, self.settings.prior_votes)
 
+    @property
+    def max_swaps(self) -> int:
+        """Of one plan."""
+        return self.settings.max_swaps
+
+    @property
+    def rest_due(self) -> bool:
+        """Whether a plan is to be made at rest: a request has ended since the last one."""
+        return self._requests_since_plan > 0 and self.sensitivity.adapts
+
+    def rested(self) -> None:
+        """A plan was made of `rest_scores`."""
+        self._requests_since_plan = 0
+
     def rest_scores(self) -> Grid:
         """[layers, experts]: what a set is made from that waits for a request of nobody knows which topic."""
         seed, settings, (layers, experts, _) = self.seed, self.settings, self.shape
