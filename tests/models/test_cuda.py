@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 
 MINI = Path(__file__).parents[2] / "minis" / "deepseek"
 CUDA = torch.device("cuda")
+TIE = 0.5
 TOKENS: Any = Tokenizer.from_file(str(MINI / "tokenizer.json"))
 
 
@@ -40,6 +41,17 @@ def teacher_forced(model: Any, ids: Tensor, decoded: int, chunk: int) -> Tensor:
 
 def error(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
+
+
+def same_but_ties(what: str, got: Tensor, wanted: Tensor) -> None:
+    """The likeliest token is the same wherever the first two are further apart than TIE. Of the mini's logits on text
+    that it was not made for one token in twenty has its first two within 0.06, one in five within 0.25 (their deviation
+    is 3.0): which of those comes first is a matter of a rounding, on two CPU ranks too."""
+    first, second = wanted.topk(2, 1).values.unbind(1)
+    other = got.argmax(1) != wanted.argmax(1)
+    widest = float((first - second)[other].max()) if other.any() else 0.0
+    print(f"{what}: error {error(got, wanted):.4f}, {int(other.sum())} of {len(other)} choices differ, by {widest:.3f}")
+    assert widest < TIE
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +89,14 @@ def test_goldens_with_native_rounding(native_pair, prompt, rounded):
 
 @pytest.mark.parametrize("chunk", [32, 256])
 def test_the_mini_model_is_that_of_a_cpu(mini_pair, chunk):
-    """On text that it was not made for. The bounds are the model's own: a CPU that adds every product in two halves
-    differs from itself by 0.031, and names another likeliest token after one token in twenty."""
+    """On text that it was not made for. The bound is the model's own: a CPU that adds every product in two halves
+    differs from itself by 0.031."""
     text = (MINI.parent / "README.md").read_text("utf-8")[:1500]
     ids = TOKENS.encode(text).ids[:300]
     wanted, got = (teacher_forced(model, torch.tensor(ids), 40, chunk) for model in mini_pair)
-    print(f"mini, chunk {chunk}: error {error(got, wanted):.4f}, decode {error(got[-40:], wanted[-40:]):.4f}")
+    same_but_ties(f"mini, chunk {chunk}", got, wanted)
+    same_but_ties("decoded", got[-40:], wanted[-40:])
     assert error(got, wanted) < 0.06
-    assert (got.argmax(1) == wanted.argmax(1)).float().mean() > 0.85
 
 
 def answer(model: Any, prompt: list[int], tokens: int) -> list[int]:
@@ -138,6 +150,5 @@ def test_two_ranks_are_one():
     ids = TOKENS.encode(text).ids[:200]
     cuda = replace(settings_of(MINI), engine=Engine(device="cuda"))
     one, two = (logits(cuda, ids, ranks=ranks, decode=60, timeout_s=200) for ranks in (1, 2))
-    print(f"two ranks: error {error(two, one):.4f}")
+    same_but_ties("two ranks", two, one)
     assert error(two, one) < 0.05
-    assert (two.argmax(1) == one.argmax(1)).float().mean() > 0.97
