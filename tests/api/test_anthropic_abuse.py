@@ -49,6 +49,10 @@ async def test_heads(server, head):
     writer.write(head)
     async with asyncio.timeout(10):
         assert b" 400 " in await reader.readline()
+        head = await reader.readuntil(b"\r\n\r\n")
+        error = json.loads(await reader.read())["error"]
+    assert b"x-request-id: req_" in head
+    assert error["message"].startswith("The head of the request cannot be read: ")
     writer.close()
 
 

@@ -9,7 +9,6 @@ streams have limits of their own (`ports.Limits`).
 
 import asyncio
 import fcntl
-import logging
 import socket
 import sys
 import termios
@@ -18,42 +17,31 @@ from typing import Self, cast
 from aiohttp import StreamReader, web
 
 from tided.api.context import CONTEXT
+from tided.api.heads import FULL, LATE, Handler
 
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-_LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _HEAD_END = b"\r\n\r\n"
-
-
-class _Wordless(logging.Filter):
-    """What stands in a head that cannot be read may be a key: of an error its kind is logged, and not its words."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and record.exc_info[0] is not None:
-            record.msg, record.args = f"{record.getMessage()}: {record.exc_info[0].__name__}", None
-            record.exc_info = None
-        return True
-
-
-log = logging.getLogger("tided.http")
-log.addFilter(_Wordless())
 
 
 class Door:
     """An application's open port. `close` in any case."""
 
-    def __init__(self, runner: web.AppRunner, most: int, head_s: float, stall_s: float) -> None:
-        self.head_s, self.stall_s = head_s, stall_s
+    def __init__(self, app: web.Application) -> None:
+        settings, limits = app[CONTEXT].served.settings.server, app[CONTEXT].limits
+        self.head_s, self.stall_s, self._most = settings.head_timeout_s, limits.stall_s, settings.max_connections
         self.held: set[Connection] = set()
         self.idle: dict[Connection, None] = {}  # in the order in which they became it
-        self._runner, self._most = runner, most
+        # Its handlers end with their client's connection, also while a request waits in the queue.
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, handle_signals=False, shutdown_timeout=limits.close_s
+        )
+        self._app = app
         self._server: asyncio.Server | None = None
 
     @classmethod
     async def open(cls, app: web.Application, listener: socket.socket) -> Self:
         """`listener` is bound; it is closed with the door, or by its owner when this fails."""
-        runner, server = _runner(app), app[CONTEXT].served.settings.server
-        await runner.setup()
-        door = cls(runner, server.max_connections, server.head_timeout_s, app[CONTEXT].limits.stall_s)
+        door = cls(app)
+        await door._runner.setup()
         door._server = await asyncio.get_running_loop().create_server(door._connection, sock=listener)
         return door
 
@@ -77,9 +65,9 @@ class Door:
         self.idle.pop(connection, None)
 
     def _connection(self) -> "Connection":
-        handler = self._runner.server
-        assert handler is not None, "connections come between setup and cleanup"
-        return Connection(self, handler())
+        server = self._runner.server
+        assert server is not None, "connections come between setup and cleanup"
+        return Connection(self, Handler(self._app, server))
 
 
 class Connection(asyncio.Protocol):
@@ -145,7 +133,7 @@ class Connection(asyncio.Protocol):
             self._transport = stream
             self._handler.connection_made(stream)
         else:
-            stream.write(_FULL)
+            stream.write(FULL)
             stream.close()
 
     def data_received(self, data: bytes) -> None:
@@ -204,7 +192,7 @@ class Connection(asyncio.Protocol):
         if self._paused:  # whole heads wait for the reader of the reply before theirs, who has limits of its own
             self._start_timer()
         elif self._transport is not None:
-            self._transport.write(_LATE)
+            self._transport.write(LATE)
             self.close()
 
     def _watch(self) -> None:
@@ -232,21 +220,3 @@ def _unread_bytes(transport: asyncio.Transport) -> int:
         queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         left += int.from_bytes(queued, sys.byteorder)
     return left
-
-
-def _runner(app: web.Application) -> web.AppRunner:
-    """A runner whose handlers end with their client's connection, also while a request waits in the queue.
-
-    Bodies come as they were sent: unfolding them has its own limits (`body.decompressed`).
-    """
-    limits = app[CONTEXT].limits
-    return web.AppRunner(
-        app,
-        handler_cancellation=True,
-        keepalive_timeout=limits.idle_s,
-        access_log=None,
-        logger=log,
-        handle_signals=False,
-        auto_decompress=False,
-        shutdown_timeout=limits.close_s,
-    )
