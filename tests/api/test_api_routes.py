@@ -120,6 +120,7 @@ async def test_unknown_paths(server, path):
         async with server.session.request(method, path, allow_redirects=False) as response:
             error = (await response.json())["error"]
             assert (response.status, error["code"]) == (404, "not_found")
+            assert "/openapi.json" in error["message"]
             assert response.headers["x-should-retry"] == "false"
             assert error["type"] == "invalid_request_error"
 
@@ -135,7 +136,9 @@ async def test_unknown_paths(server, path):
 )
 async def test_wrong_methods(server, method, path, allowed):
     async with server.session.request(method, path) as response:
-        assert (response.status, (await response.json())["error"]["code"]) == (405, "method_not_allowed")
+        error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (405, "method_not_allowed")
+        assert error["message"].endswith(f"it takes {allowed.replace(',', ', ')}.")
         assert response.headers["Allow"] == allowed
 
 

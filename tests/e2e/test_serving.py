@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 
 import aiohttp
@@ -30,6 +31,13 @@ async def test_an_answer_streams_with_usage_and_statistics(pair):
     assert usage["completion_tokens"] == stats["completion_tokens"] > 5
     assert stats["residency"]["residents"] == 312
     assert 0 <= stats["substituted_weight_share"] < 0.5
+    section = (ROOT / "docs" / "openai.md").read_text().partition("## What an answer cost")[2].partition("\n## ")[0]
+    for names, meaning in re.findall(r"^\| (`.*`) \| (.*) \|$", section, re.MULTILINE):
+        told = [stats[name] for name in re.findall(r"`(\w+)`", names)]
+        if isinstance(told[0], dict):
+            inner = set(re.findall(r"`(\w+)`", meaning)) - {"none", "ram", "disk"}
+            assert inner
+            assert inner <= told[0].keys()
 
 
 async def test_models_and_health(pair):

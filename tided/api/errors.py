@@ -13,8 +13,8 @@ from tided.errors import ContextOverflowError, RequestError, TideError
 log = logging.getLogger("tided.api")
 
 _HTTP: dict[int, tuple[str, str]] = {
-    404: ("not_found", "There is nothing at this path."),
-    405: ("method_not_allowed", "This path does not take this method."),
+    404: ("not_found", "There is nothing at this path; GET /openapi.json lists what there is."),
+    405: ("method_not_allowed", "This path does not take this method"),
     413: ("request_too_large", "The request's body is too large."),
 }
 
@@ -43,6 +43,8 @@ def as_request_error(error: Exception) -> RequestError:
         return unavailable(str(error)) if error.status == 503 else error
     if isinstance(error, web.HTTPException):
         code, what = _HTTP.get(error.status, (None, error.reason))
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            what = f"{what}; it takes {error.headers['Allow'].replace(',', ', ')}."
         return RequestError(what, status=error.status, code=code)
     if isinstance(error, TideError):
         return unavailable(error.what)
