@@ -1,0 +1,128 @@
+"""What a context costs in fidelity that is kept otherwise: GLM-5.3's latents in FP8, and shared by ranks, against BF16
+on one rank that keeps all.
+
+    python bench/cache_kl.py PROFILE | CHECKPOINT [--tokens N] [--ids FILE] [--ranks 2] [--most-kl 0.005] [--json]
+
+One long text, held-out prose and code one after the other (or the ids of a JSON file), is teacher-forced with every
+expert resident. By row, of the distributions of the next token:
+
+    KL          of the form from BF16, in nats: mean, 99th percentile, largest
+    same        rows whose likeliest token is the same
+    loss        of the text's own next tokens, and what it is more than BF16's
+
+Fails where the mean KL of FP8 exceeds --most-kl.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from heldout.texts import FILE
+from msgspec.structs import replace
+from torch import Tensor
+
+from tided.chat.tokenizer import Tokenizer
+from tided.engine.offline import logits, settings_of
+from tided.errors import TideError
+from tided.models.families import family_of, open_checkpoint
+from tided.profile import load
+from tided.settings import Settings
+
+BASE = "bf16"
+
+
+@dataclass(frozen=True)
+class Row:
+    form: str
+    tokens: int
+    kl_mean: float
+    kl_p99: float
+    kl_most: float
+    same: float
+    loss: float
+    loss_more: float
+
+
+def forms(settings: Settings, ranks: int) -> Iterator[tuple[str, Settings, int]]:
+    for split in (False, True) if ranks > 1 else (False,):
+        for dtype in ("bf16", "fp8"):
+            cache = replace(settings.cache, dtype=dtype, split=split)
+            yield (
+                f"{dtype}, over {ranks} ranks" if split else dtype,
+                replace(settings, cache=cache),
+                ranks if split else 1,
+            )
+
+
+def compared(form: str, found: Tensor, base: Tensor, ids: list[int]) -> Row:
+    """found, base [tokens, V] fp32; row i is of token i + 1."""
+    kl = torch.cat([_kl(*rows) for rows in zip(base.split(256), found.split(256), strict=True)])
+    loss, before = (float(torch.nn.functional.cross_entropy(of[:-1], torch.tensor(ids[1:]))) for of in (found, base))
+    same = float((found.argmax(1) == base.argmax(1)).float().mean())
+    p99 = float(torch.quantile(kl, 0.99))
+    return Row(form, len(ids), float(kl.mean()), p99, float(kl.max()), same, loss, loss - before)
+
+
+def _kl(base: Tensor, found: Tensor) -> Tensor:
+    """[n, V] each -> [n]"""
+    p, q = (torch.log_softmax(rows.double(), 1) for rows in (base, found))
+    return (p.exp() * (p - q)).sum(1)
+
+
+def measure(settings: Settings, ids: list[int], ranks: int) -> Iterator[Row]:
+    config = open_checkpoint(settings.model).config
+    shape = family_of(config).shape(config)
+    every, base = shape.moe_layers * shape.experts_per_layer, None
+    for form, asked, over in forms(settings, ranks):
+        found = logits(asked, ids, ranks=over, resident=every)
+        base = found if base is None else base
+        yield compared(form, found, base, ids)
+
+
+def long_text(checkpoint: Path, tokens: int) -> list[int]:
+    """The held-out texts without an end, one after the other."""
+    tokenizer, ids = Tokenizer.open(checkpoint), list[int]()
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "text" in row and len(ids) < tokens:
+            ids += tokenizer.encode_text(row["text"] + "\n\n")
+    return ids[:tokens]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="FP8 and shared contexts against BF16")
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--ids", type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--most-kl", type=float, default=0.005)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args(arguments)
+    try:
+        settings = load(asked.target) if asked.target.is_file() else settings_of(asked.target)
+        ids = json.loads(asked.ids.read_text()) if asked.ids else long_text(Path(settings.model.path), asked.tokens)
+        rows = list(shown(measure(settings, ids[: asked.tokens], asked.ranks), asked.json))
+    except TideError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return int(any(row.kl_mean > asked.most_kl for row in rows if row.form.startswith("fp8")))
+
+
+def shown(rows: Iterator[Row], as_json: bool) -> Iterator[Row]:
+    if not as_json:
+        print(f"{'':22}{'tokens':>8}{'KL mean':>12}{'p99':>12}{'largest':>12}{'same':>9}{'loss':>10}{'more':>11}")
+    for row in rows:
+        if as_json:
+            print(json.dumps(asdict(row)), flush=True)
+        else:
+            kl = f"{row.kl_mean:12.2e}{row.kl_p99:12.2e}{row.kl_most:12.2e}"
+            print(f"{row.form:22}{row.tokens:8}{kl}{row.same:9.2%}{row.loss:10.4f}{row.loss_more:+11.5f}", flush=True)
+        yield row
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
