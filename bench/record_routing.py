@@ -16,9 +16,9 @@ import torch
 from tided.engine.build import build_rank, open_model
 from tided.engine.offline import first_pairs, settings_of, teacher_forced
 from tided.models.parallel import Alone
+from tided.sim.trace import Span, Trace, save
 from tided.tide.demand import RouterShape, per_layer
 from tided.tide.seed import load_seed
-from tided.sim.trace import Span, Trace, save
 
 BLOCKS = ("prose", "code", "math", "lang", "code", "prose")
 FIRST_ROW = 16

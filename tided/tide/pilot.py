@@ -50,7 +50,7 @@ from tided.tide.planner import (
     first_set,
     swap_plan,
 )
-from tided.tide.rest import REQUESTS, cases, rest_scores
+from tided.tide.rest import REQUESTS, Habit, cases, rest_scores
 from tided.tide.seed import Seed, layered_set
 from tided.tide.windows import Due, Windows
 
@@ -147,6 +147,7 @@ class Pilot:
         self._requests_since_plan = 0
         self._last = Picks()  # of the newest request that ended
         self._recent: deque[Grid] = deque(maxlen=REQUESTS)  # what the last ones wanted, each by itself
+        self._habit = Habit()
         self.kinds = kinds
         self._check(budget)
         self._ties = self._tie_breaks(budget)
@@ -169,7 +170,8 @@ class Pilot:
         return self.residents
 
     def applied(self, swaps: Iterable[PairSwap]) -> None:
-        """These swaps are published on every rank. Raises PairError for swaps that no plan can hold."""
+        """These swaps are published on every rank. Raises PairError for swaps that no plan can hold. What comes and goes
+        while nobody is served was wanted by nobody, so that the next request's plan may undo it at once."""
         for out, in_ in swaps:
             if out not in self._residents or in_ in self._residents:
                 raise PairError(f"the pilot's resident set does not allow the swap of {out} for {in_}")
@@ -177,7 +179,8 @@ class Pilot:
             self._residents.add(in_)
             self._came.pop(out, None)
             self._left.pop(in_, None)
-            self._came[in_] = self._left[out] = self._tokens
+            if self._requests:
+                self._came[in_] = self._left[out] = self._tokens
         self.plan_version += 1
 
     def scores(self) -> Grid:
@@ -208,7 +211,10 @@ class Pilot:
             list(self._recent),
             self.history.demand.mass,
             self.sensitivity.decay,
+            self._habit.share,
         )
+        if self._recent:
+            self._habit.await_next(likely, len(self._residents), self.floor)
         return rest_scores(likely, len(self._residents), self.floor)
 
     def chunk_done(
@@ -283,6 +289,7 @@ class Pilot:
             return
         self.history.fold(vote, self.sensitivity.decay)
         self._recent.append(vote.mass)
+        self._habit.came(vote.mass)
         self._requests_since_plan += 1
 
     def idle_plan(self, drifted: bool = False) -> list[PairSwap]:

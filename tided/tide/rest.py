@@ -2,9 +2,9 @@
 
 A mean of all that was asked keeps what the newest requests wanted, and what the newest tokens wanted even more so. A
 request of another topic then finds so little that its prompt is computed wrongly before anything can be read for it,
-and harm grows faster than the share that is missed: a tenth is hardly felt, a half is. So the cases that may come are
+and harm grows as the square of the share that is missed: a tenth is hardly felt, a half is. So the cases that may come are
 weighed by how likely they are, and by how badly the set would serve them: topics of the seed, the last requests one by
-one, what is left of older ones; and, as likely as all of these together, more of what was asked last.
+one, what is left of older ones; and more of what was asked last, as likely as that has been lately (`Habit`).
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,12 @@ from tided.tide.demand import Grid, per_layer
 
 REQUESTS = 32  # are remembered, each by itself
 ROUNDS = 12  # of the search; each looks for the best set of all, so the harm of every case is known to about a tenth
-HARM = 1.5  # harm is the missed share to this power: 1 is a mean, and more looks after the case that is served worst
+HARM = 2.0  # harm is the missed share to this power, as the mini's loss grows with it from budget to budget; 1 is a mean
 LAST_REQUESTS = 3.0  # half-life of what was asked last
+HABIT_REQUESTS = 16.0  # half-life of how often requests asked for more of the same
+
+
+Flags = npt.NDArray[np.bool_]  # [layers * experts]
 
 
 class Cases(NamedTuple):
@@ -28,9 +32,41 @@ class Cases(NamedTuple):
     weights: npt.NDArray[np.float64]
 
 
-def cases(topics: Sequence[Grid], topic_votes: float, recent: Sequence[Grid], history: Grid, decay: float) -> Cases:
+class Habit:
+    """Do requests ask for more of the same? Of each that came it is asked which would have served it better: all that
+    fits of what was asked last, or all that fits of everything else."""
+
+    def __init__(self) -> None:
+        self._stayed = self._moved = 1.0
+        self._sets: tuple[Flags, Flags] | None = None
+
+    @property
+    def share(self) -> float:
+        """How likely the next request is to ask for more of what was asked last."""
+        return self._stayed / (self._stayed + self._moved)
+
+    def await_next(self, likely: Cases, budget: int, floor: int) -> None:
+        """`likely` of the rest that begins: what was asked last is the last of its cases, if anything was."""
+        wants, weights = likely
+        last, others = wants[-1].ravel(), np.tensordot(weights[:-1], wants[:-1], 1).ravel()
+        self._sets = _best(last, len(wants[0]), budget, floor), _best(others, len(wants[0]), budget, floor)
+
+    def came(self, vote: Grid) -> None:
+        """What the request wanted [layers, experts]."""
+        if self._sets is None:
+            return
+        last, others = (float(vote.ravel()[kept].sum()) for kept in self._sets)
+        keep = 0.5 ** (1.0 / HABIT_REQUESTS)
+        self._stayed = keep * self._stayed + (last > others)
+        self._moved = keep * self._moved + (last <= others)
+
+
+def cases(
+    topics: Sequence[Grid], topic_votes: float, recent: Sequence[Grid], history: Grid, decay: float, more: float = 0.5
+) -> Cases:
     """`topics` share `topic_votes`; `recent` are the votes of the last requests, the newest last, each `decay` of the
-    next; `history` [layers, experts] is the aged sum of theirs and of all before them."""
+    next; `history` [layers, experts] is the aged sum of theirs and of all before them. `more`: how likely the next
+    request is to ask for what was asked last; the last case, where there are recent ones."""
     newest_first = list(reversed(recent))
     ages = np.arange(len(newest_first))
     aged = decay**ages
@@ -42,7 +78,7 @@ def cases(topics: Sequence[Grid], topic_votes: float, recent: Sequence[Grid], hi
     weights = [topic_votes / len(topics)] * len(topics) + [*aged, older.sum() / len(older)]
     if newest_first:
         wants.append(np.average(newest_first, axis=0, weights=0.5 ** (ages / LAST_REQUESTS)))
-        weights.append(sum(weights))
+        weights.append(sum(weights) * more / (1.0 - more))
     return Cases(np.array(wants), np.array(weights))
 
 
