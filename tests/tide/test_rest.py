@@ -7,7 +7,7 @@ import pytest
 
 from tided.tide.demand import per_layer
 from tided.tide.planner import boot_set
-from tided.tide.rest import Cases, _best, cases, rest_scores
+from tided.tide.rest import HARM, Cases, Habit, _best, cases, rest_scores
 
 LAYERS, EXPERTS, FLOOR, BUDGET = 4, 32, 2, 48
 
@@ -86,15 +86,65 @@ def test_a_history_that_has_lost_more_than_the_last_requests_brought_is_nothing_
 
 def test_the_search_comes_near_the_set_of_least_harm():
     """Against all sets of a small layer: five cases, four of ten experts."""
-    found = best = 0.0
+    found = best = mean = 0.0
     for seed in range(20):
         rng = np.random.default_rng(seed)
         wants, weights = rng.dirichlet(np.full(10, 0.3), size=(5, 1)), rng.gamma(1.0, size=5)
 
         def harm(kept, wants=wants, weights=weights):
-            return float(weights @ np.maximum(1.0 - wants[:, 0, list(kept)].sum(1), 0.0) ** 1.5)
+            return float(weights @ np.maximum(1.0 - wants[:, 0, list(kept)].sum(1), 0.0) ** HARM)
 
         scores = rest_scores(Cases(wants, weights), 4, 1)
         found += harm([expert for _, expert in boot_set(scores, 4, 1)])
+        mean += harm([expert for _, expert in boot_set(np.tensordot(weights, wants, 1), 4, 1)])
         best += min(harm(kept) for kept in combinations(range(10), 4))
-    assert found < 1.03 * best
+    assert found < 1.035 * best < mean
+
+
+def habit_after(*asked: int, requests: int = 12) -> float:
+    """Of requests of these topics, one after the other and again from the first, with a rest behind each."""
+    habit, recent, decay = Habit(), [], 0.93
+    for at in range(requests):
+        vote = topic(asked[at % len(asked)])
+        habit.came(vote)
+        recent.append(vote)
+        total = sum((decay**age * vote for age, vote in enumerate(reversed(recent))), np.zeros((LAYERS, EXPERTS)))
+        likely = cases([topic(number) for number in range(4)], 4.0, recent, total, decay, habit.share)
+        habit.await_next(likely, BUDGET, FLOOR)
+    return habit.share
+
+
+def test_who_stays_with_a_topic_is_expected_to_and_who_changes_it_each_time_is_not():
+    assert Habit().share == 0.5
+    assert habit_after(0) > 0.8
+    assert habit_after(0, 1, 2, 3) < 0.2
+    assert 0.4 < habit_after(0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3) < 0.8
+
+
+def test_a_habit_that_ends_is_forgotten():
+    habit, stays = Habit(), cases([topic(1)], 4.0, [topic(0)], topic(0), 0.93)
+    shares = []
+    for number in [0] * 20 + [1] * 20:
+        habit.await_next(stays, BUDGET, FLOOR)
+        habit.came(topic(number))
+        shares.append(habit.share)
+    assert shares[19] > 0.9
+    assert shares[39] < 0.4
+
+
+def test_a_request_behind_no_rest_says_nothing_about_the_habit():
+    habit = Habit()
+    habit.came(topic(0))
+    assert habit.share == 0.5
+
+
+@pytest.mark.parametrize("budget", [24, 48])
+def test_the_likelier_more_of_the_same_is_the_less_is_given_up_for_others(budget):
+    asked = [topic(0)] * 4
+    total = sum((0.93**age * vote for age, vote in enumerate(asked)), np.zeros((LAYERS, EXPERTS)))
+    seeds = [topic(number) for number in range(4)]
+    sets = [boot_set(rest_scores(cases(seeds, 4.0, asked, total, 0.93, more), budget, FLOOR), budget, FLOOR)
+            for more in (0.2, 0.5, 0.9)]  # fmt: skip
+    served = [sum(float(topic(0)[pair]) for pair in one) for one in sets]
+    assert served[0] <= served[1] <= served[2]
+    assert served[0] < served[2]

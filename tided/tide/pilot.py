@@ -148,6 +148,7 @@ class Pilot:
         self._last = Picks()  # of the newest request that ended
         self._recent: deque[Grid] = deque(maxlen=REQUESTS)  # what the last ones wanted, each by itself
         self._habit = Habit()
+        self._rests = False  # a set for nobody's tokens was planned, and no request has come since
         self.kinds = kinds
         self._check(budget)
         self._ties = self._tie_breaks(budget)
@@ -170,8 +171,8 @@ class Pilot:
         return self.residents
 
     def applied(self, swaps: Iterable[PairSwap]) -> None:
-        """These swaps are published on every rank. Raises PairError for swaps that no plan can hold. What comes and goes
-        while nobody is served was wanted by nobody, so that the next request's plan may undo it at once."""
+        """These swaps are published on every rank. Raises PairError for swaps that no plan can hold. What a rest
+        exchanges nobody has asked for, so the next request's plan may undo it at once."""
         for out, in_ in swaps:
             if out not in self._residents or in_ in self._residents:
                 raise PairError(f"the pilot's resident set does not allow the swap of {out} for {in_}")
@@ -179,7 +180,7 @@ class Pilot:
             self._residents.add(in_)
             self._came.pop(out, None)
             self._left.pop(in_, None)
-            if self._requests:
+            if not self._rests:
                 self._came[in_] = self._left[out] = self._tokens
         self.plan_version += 1
 
@@ -223,7 +224,7 @@ class Pilot:
         """`tokens` of a prompt are computed, `chunks_left` more chunks follow. Plans once the prompt is known well
         enough, and again each time that twice as much of it is known, if it misses enough by itself; what is read
         beside the last chunk serves the answer. `demand` gives what the lane asked for so far, and takes nothing."""
-        first = self.settings.replan_chunk_tokens
+        first, self._rests = self.settings.replan_chunk_tokens, False
         request = self._requests.setdefault(lane, _Request(next_chunk_tokens=first))
         self._tokens += tokens - request.prompt_tokens
         request.prompt_tokens = tokens
@@ -240,6 +241,7 @@ class Pilot:
     ) -> list[PairSwap]:
         """A prompt's `tokens` newly computed tokens are through. Plans for it if it missed enough by itself."""
         picks, request = self.prefill.add(totals), self._requests.setdefault(lane, _Request())
+        self._rests = False
         self._tokens += tokens - request.prompt_tokens
         request.prompt, request.prompt_tokens, request.is_answering = self._vote(counts, mass), tokens, True
         self._windows.ended(lane)
@@ -300,7 +302,7 @@ class Pilot:
             return []
         if not drifted or not self.sensitivity.adapts:
             return self._plan("a request", self._last.miss_rate)
-        self._requests_since_plan = 0
+        self._requests_since_plan, self._rests = 0, True
         scores = self.rest_scores() + self._ties
         least = REST_GAIN * float(scores.mean())
         return swap_plan(scores, self._residents, self.floor, self.settings.max_swaps, least, self._kind_of())

@@ -2,9 +2,9 @@
 
 A mean of all that was asked keeps what the newest requests wanted, and what the newest tokens wanted even more so. A
 request of another topic then finds so little that its prompt is computed wrongly before anything can be read for it,
-and harm grows as the square of the share that is missed: a tenth is hardly felt, a half is. So the cases that may come are
-weighed by how likely they are, and by how badly the set would serve them: topics of the seed, the last requests one by
-one, what is left of older ones; and more of what was asked last, as likely as that has been lately (`Habit`).
+and harm grows as the square of the share that is missed: a tenth is hardly felt, a half is. So the cases that may come
+are weighed by how likely they are, and by how badly the set would serve them: topics of the seed, the last requests one
+by one, what is left of older ones; and more of what was asked last, as likely as that has been lately (`Habit`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tided.tide.demand import Grid, per_layer
 
 REQUESTS = 32  # are remembered, each by itself
 ROUNDS = 12  # of the search; each looks for the best set of all, so the harm of every case is known to about a tenth
-HARM = 2.0  # harm is the missed share to this power, as the mini's loss grows with it from budget to budget; 1 is a mean
+HARM = 2.0  # harm is the missed share to this power: so the mini's loss grows from budget to budget; 1 is a mean
 LAST_REQUESTS = 3.0  # half-life of what was asked last
 HABIT_REQUESTS = 16.0  # half-life of how often requests asked for more of the same
 
