@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 BUNDLED = sorted((ROOT / "profiles").glob("*.toml"))
 MINI = ROOT / "profiles" / "mini-deepseek.toml"
 LARGE = ROOT / "profiles" / "ds41-mxfp4.toml"
+GLM = LARGE.with_name("glm53-exl3.toml")
 
 VALID = """\
 [model]
@@ -198,8 +199,19 @@ def test_the_large_profile_is_the_one_it_promises() -> None:
     assert len(found.parallel.hosts) == 2
 
 
-def test_the_large_profile_is_complete() -> None:
-    text = LARGE.read_text()
+def test_the_profile_of_the_second_model_is_the_one_it_promises() -> None:
+    found = load(GLM)
+    assert (found.experts.resident, found.experts.source, found.engine.lanes) == (12_968, "pack", 2)
+    assert (found.cache.pool_tokens, found.cache.dtype, found.cache.split) == (320 << 10, "fp8", True)
+    tide = found.tide
+    assert (tide.fidelity, tide.sync_weight, tide.sync_reads, tide.sync_slots) == ("balanced", 0.2, 16, 32)
+    assert found.engine.loop_break == 12
+    assert found.model.dense != found.model.path
+
+
+@pytest.mark.parametrize("path", [LARGE, GLM], ids=lambda path: path.stem)
+def test_a_large_profile_is_complete(path: Path) -> None:
+    text = path.read_text()
     written = {(section, name) for section in SECTIONS for name in keys_written(text, section)}
     assert written == {(key.section, key.name) for key in KEYS}
 
