@@ -1,9 +1,11 @@
 """`tidectl pack` on a small checkpoint: written, written again, verified, refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from packers.packs import Pack
 from packers.shards import Checkpoint
@@ -98,3 +100,45 @@ def test_what_cannot_be_packed(tidectl: Tidectl, tmp_path: Path) -> None:
     assert tidectl(*common, str(GOLDEN), "--ranks", "64").exit_code == 78  # experts that cannot be cut so
     assert tidectl("pack", "--verify", str(tmp_path / "none")).exit_code == 65
     assert not (tmp_path / "x").exists()
+
+
+EXL3 = GOLDEN.parent / "exl3-checkpoint"
+
+
+def test_exl3_experts_are_packed_beside_their_checkpoint(tidectl: Tidectl, tmp_path: Path) -> None:
+    (tmp_path / "glm").symlink_to(EXL3)
+    ran = tidectl("pack", "--exl3", str(tmp_path / "glm"), "--rank", "1", "--ranks", "2", "--json")
+    path = tmp_path / "glm-packs" / "experts-rank-1-of-2.exl3"
+    assert json.loads(ran.stdout)["packs"] == [{"path": str(path), "bytes": path.stat().st_size}]
+    header = Pack.open(path).header
+    assert (header.rank, header.ranks, header.layers, header.experts) == (1, 2, 2, 8)
+    assert tidectl("pack", "--verify", str(path)).exit_code == 0
+    both = tidectl("pack", "--exl3", str(EXL3), "--ranks", "2", "--out", str(tmp_path / "both"))
+    assert both.exit_code == 0
+    assert (tmp_path / "both" / path.name).read_bytes() == path.read_bytes(), "one pass over all ranks, the same bytes"
+
+
+def test_what_is_no_exl3_checkpoint_is_refused_as_such(tidectl: Tidectl, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    ran = tidectl("pack", "--exl3", str(GOLDEN), "--ranks", "2", "--out", out)
+    assert ran.exit_code != 0
+    assert "its routed experts are MXFP4, not EXL3" in ran.stderr
+    ran = tidectl("pack", "--exl3", str(EXL3), "--ranks", "4", "--out", out)
+    assert "whole blocks of 128 weights" in ran.stderr
+    ran = tidectl("pack", "--exl3", str(EXL3), "--checkpoint", str(EXL3), "--ranks", "2", "--out", out)
+    assert "name either a profile or a checkpoint" in ran.stderr
+    assert not Path(out).exists()
+
+
+def test_a_rank_sliced_export_is_refused_by_name(tidectl: Tidectl, tmp_path: Path) -> None:
+    tensors = load_file(EXL3 / "model.safetensors")
+    sliced = {
+        name.replace("gate_proj.", "gate_proj.rank0.") if ".experts.3." in name else name: tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(sliced, tmp_path / "model.safetensors")
+    shutil.copyfile(EXL3 / "config.json", tmp_path / "config.json")
+    ran = tidectl("pack", "--exl3", str(tmp_path), "--rank", "0", "--ranks", "2")
+    assert ran.exit_code != 0
+    assert "rank-sliced export" in " ".join(ran.stderr.split())
+    assert "experts.3.gate_proj.rank0" in ran.stderr

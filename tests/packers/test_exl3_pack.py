@@ -1,0 +1,196 @@
+"""Packs of EXL3 experts: records of several sizes, found, checked, resumed."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+import packers.pack as writing
+from kernels.exl3_record import Exl3Record, Stored
+from kernels.record import PAGE_BYTES
+from packers.exl3_pack import Exl3Header, exl3_header_of
+from packers.mxfp4 import Header
+from packers.pack import pack
+from packers.packs import Pack, checksum, decode_header, encode_header
+from tided.errors import DataError
+
+LAYERS, EXPERTS = 3, 5
+RECORD = Exl3Record(256, 256, 2)
+WIDTHS = [(4, 4, 4), (4, 4, 6), (6, 6, 8), (16, 2, 3)]
+STORED = [Stored(WIDTHS[number % 4], ("mul1", "mul1", "mul1")) for number in range(LAYERS * EXPERTS)]
+HEADERS = [exl3_header_of("ab" * 32, RECORD, rank, LAYERS, EXPERTS, STORED) for rank in range(2)]
+HEADER = HEADERS[1]
+
+
+def record_of(layer: int, expert: int, rank: int) -> memoryview:
+    draw = np.random.default_rng((layer, expert, rank))
+    nbytes = HEADERS[rank].nbytes(layer * EXPERTS + expert)
+    return memoryview(draw.integers(0, 256, nbytes, dtype=np.uint8).tobytes())
+
+
+def read(layer, expert):
+    return [record_of(layer, expert, rank) for rank in range(2)]
+
+
+def quiet(done, total):
+    pass
+
+
+@pytest.fixture
+def written(tmp_path):
+    pack(tmp_path, HEADERS, read, quiet)
+    return tmp_path / HEADER.file_name
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_file_is_what_the_format_says(written):
+    data = written.read_bytes()
+    assert data[:8] == b"TIDEX3PK"
+    length = int.from_bytes(data[12:16], "little")
+    text = json.loads(data[32 : 32 + length])
+    assert text["matrices"].startswith("242424" + "242426" + "262628" + "2g2223")
+    assert (text["layers"], text["experts"], text["rank"], text["ranks"]) == (3, 5, 1, 2)
+    header_bytes = -(-(32 + length) // PAGE_BYTES) * PAGE_BYTES
+    index = data[header_bytes : header_bytes + PAGE_BYTES]
+    assert text["index"] == checksum(index).hex()
+    at = header_bytes + PAGE_BYTES
+    for number, stored in enumerate(STORED):
+        nbytes = RECORD.slot_bytes(stored)
+        assert data[at : at + nbytes] == record_of(*divmod(number, EXPERTS), 1)
+        assert index[16 * number : 16 * (number + 1)] == checksum(data[at : at + nbytes])
+        at += nbytes
+    assert at == len(data) == HEADER.size_bytes
+
+
+def test_a_header_of_many_records_takes_as_many_pages_as_it_needs(tmp_path):
+    """All experts of GLM-5.3."""
+    stored = [STORED[number % 4] for number in range(75 * 256)]
+    header = exl3_header_of("ab" * 32, Exl3Record(6144, 2048, 2), 0, 75, 256, stored)
+    assert header.header_bytes == 29 * PAGE_BYTES
+    whole = replace(header, index="cd" * 16)
+    assert whole.header_bytes == header.header_bytes, "the index's checksum moves nothing"
+    assert decode_header(encode_header(whole, Exl3Header.MAGIC), tmp_path / "x") == whole
+    assert header.offset(19_199) + header.nbytes(19_199) == header.size_bytes
+    assert all(header.offset(number) % PAGE_BYTES == 0 for number in range(0, 19_200, 97))
+
+
+@pytest.mark.parametrize("place", ["header", "index", "first", "last"])
+def test_a_flipped_byte_is_found_wherever_it_is(written, place):
+    offset = {
+        "header": 200,
+        "index": HEADER.header_bytes + 16 * 15,
+        "first": HEADER.offset(0),
+        "last": HEADER.size_bytes - 1,
+    }[place]
+    Pack.open(written).verify()
+    flip(written, offset)
+    said = {"header": "header is damaged", "index": "index is damaged", "first": "expert 0 of layer 0"}
+    with pytest.raises(DataError, match=said.get(place, f"expert 4 of layer 2 .*{HEADER.offset(14)}")):
+        Pack.open(written).verify()
+
+
+@pytest.mark.parametrize("missing", [1, PAGE_BYTES])
+def test_a_truncated_or_longer_file_is_refused(written, missing):
+    size = written.stat().st_size
+    os.truncate(written, size - missing)
+    with pytest.raises(DataError, match=f"ends at byte {size - missing}"):
+        Pack.open(written)
+    os.truncate(written, size + missing)
+    with pytest.raises(DataError, match="belong to none"):
+        Pack.open(written)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"matrices": "242424"}, "of 1 experts where there are 15"),
+        ({"matrices": HEADER.matrices[:-2]}, "of 14.6667 experts"),
+        ({"matrices": "05" * 45}, "no expert: no EXL3 expert: 2.5 2.5 2.5 bits"),
+        ({"matrices": "28" * 44 + "x8"}, "not what a pack holds"),
+        ({"intermediate": 128}, "whole blocks of 128"),
+        ({"rank": 2}, "rank 2 of 2"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused_though_its_checksum_is_right(tmp_path, wrong, said):
+    header = HEADER
+    made = replace(header, **wrong)
+    try:
+        region = encode_header(made, Exl3Header.MAGIC)
+    except (ValueError, IndexError):
+        region = forged(made)
+    with pytest.raises(DataError, match=said):
+        decode_header(region, tmp_path / "x")
+
+
+def forged(header) -> bytes:
+    """What `encode_header` refuses to make."""
+
+    class Forged(Exl3Header, frozen=True, kw_only=True):
+        @property
+        def header_bytes(self):
+            return PAGE_BYTES
+
+    return encode_header(Forged(**{name: getattr(header, name) for name in header.__struct_fields__}), Exl3Header.MAGIC)
+
+
+def test_a_pack_of_the_other_kind_is_told_apart(written, tmp_path):
+    data = bytearray(written.read_bytes())
+    data[:8] = Header.MAGIC
+    written.write_bytes(data)
+    with pytest.raises(DataError, match="damaged"):
+        Pack.open(written)
+    data[:8] = Exl3Header.PARTIAL
+    written.write_bytes(data)
+    with pytest.raises(DataError, match="not finished"):
+        Pack.open(written)
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_killed_at_any_record_then_run_again_gives_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "FLUSH_BYTES", 2 * RECORD.slot_bytes(STORED[0]))
+    pack(tmp_path / "whole", HEADERS, read, quiet)
+    wanted = [(tmp_path / "whole" / header.file_name).read_bytes() for header in HEADERS]
+    for records in (0, 1, 4, 9, 14):
+        asked = []
+
+        def ending(layer, expert, last=records, asked=asked):
+            asked.append((layer, expert))
+            if layer * EXPERTS + expert == last:
+                raise Killed
+            return read(layer, expert)
+
+        out = tmp_path / str(records)
+        with pytest.raises(Killed):
+            pack(out, HEADERS, ending, quiet)
+        assert not any((out / header.file_name).exists() for header in HEADERS)
+        again = []
+
+        def counted(layer, expert, again=again):
+            again.append((layer, expert))
+            return read(layer, expert)
+
+        pack(out, HEADERS, counted, quiet)
+        assert [(out / header.file_name).read_bytes() for header in HEADERS] == wanted
+        assert len(again) <= 15 - max(0, records - 4), "what was flushed is read again"
+
+
+def test_an_unfinished_pack_of_other_widths_is_not_overwritten(tmp_path):
+    other = exl3_header_of("ab" * 32, RECORD, 1, LAYERS, EXPERTS, STORED[::-1])
+
+    def ending(layer, expert):
+        raise Killed
+
+    with pytest.raises(Killed):
+        pack(tmp_path, [HEADER], ending, quiet)
+    with pytest.raises(DataError, match="unfinished pack of another checkpoint or layout"):
+        pack(tmp_path, [other], read, quiet)

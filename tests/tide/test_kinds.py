@@ -1,0 +1,99 @@
+"""Pairs of several record sizes: hot reads, plans and the pilot exchange each kind for itself."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tided.engine.motion import Motion
+from tided.settings import Tide
+from tided.tide.demand import RouterShape
+from tided.tide.history import History
+from tided.tide.hot import HotReads
+from tided.tide.kinds import kinds_of
+from tided.tide.pilot import Pilot
+
+SHAPE = RouterShape(layers=3, experts=12, top_k=2)
+EVEN = np.ones((SHAPE.layers, SHAPE.experts))
+SIZES = 4096 * np.array([[1 + (expert + layer) % 3 for expert in range(SHAPE.experts)] for layer in range(3)])
+KINDS = kinds_of(SIZES, spare_slots=3, ring_slots=6)
+RESIDENTS = [(layer, expert) for layer in range(3) for expert in range(5)]
+
+
+def policy() -> HotReads:
+    return HotReads(SHAPE, RESIDENTS, sum(KINDS.ring), 2, EVEN, KINDS)
+
+
+def of_kinds(pairs) -> list[int]:
+    return np.bincount([int(KINDS.of[pair]) for pair in pairs], minlength=3).tolist()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 35), min_size=1, max_size=6), min_size=1, max_size=25), st.integers(1, 8))
+def test_whatever_is_wanted_each_kind_keeps_its_places(steps, reads):
+    hot = policy()
+    for wanted in steps:
+        hot.observe(wanted, [0.5] * len(wanted), 1)
+        moves = hot.moves(reads)
+        assert all(KINDS.of[out] == KINDS.of[in_] for out, in_ in moves.promote)
+        for pair in moves.load:
+            hot.published(pair)
+        assert all(held <= places for held, places in zip(of_kinds(hot.ring), KINDS.ring, strict=True))
+        assert of_kinds(hot.residents) == of_kinds(RESIDENTS)
+        assert all(KINDS.of[out] == KINDS.of[in_] for out, in_ in hot.plan(10))
+
+
+def test_a_kind_whose_ring_is_full_leaves_the_others_theirs():
+    hot = policy()
+    small = [(0, 6), (0, 9), (1, 5), (1, 8), (1, 11), (2, 7), (2, 10)]
+    assert {int(KINDS.of[pair]) for pair in small} == {0}
+    hot.observe([layer * 12 + expert for layer, expert in [*small, (0, 7), (0, 8)]], [1.0] * 7 + [0.9] * 2, 1)
+    load = hot.moves(20).load
+    assert of_kinds(load)[0] >= KINDS.ring[0]
+    assert {(0, 7), (0, 8)} <= set(load), "larger ones find their own places"
+
+
+def test_without_kinds_all_are_of_one():
+    plain, one = HotReads(SHAPE, RESIDENTS, 4, 2, EVEN), HotReads(SHAPE, RESIDENTS, 4, 2, EVEN, ONE)
+    for step in range(30):
+        wanted = [(7 * step + 5 * i) % 36 for i in range(4)]
+        for hot in (plain, one):
+            hot.observe(wanted, [0.3 + 0.1 * i for i in range(4)], 1)
+        first, second = plain.moves(3), one.moves(3)
+        assert first == second
+        for pair in first.load:
+            plain.published(pair)
+            one.published(pair)
+
+
+ONE = kinds_of(np.full((3, 12), 4096), spare_slots=4, ring_slots=4)
+
+
+def test_swaps_begin_where_their_kind_has_a_spare_slot():
+    """The small kind's second swap waits for its first; the larger one goes on, and the order is kept."""
+    motion = Motion(policy(), 1, 99)
+    small, large = [((0, 0), (0, 6)), ((0, 3), (0, 9))], ((0, 1), (0, 7))
+    assert [int(KINDS.of[out]) for out, _ in (*small, large)] == [0, 0, 1]
+    motion.take_plan([*small, large], "a test")
+    change, _ = motion.change()
+    assert [(load.out, load.pair) for load in change.load] == [small[0], large]
+    motion.landed([change.load[0].ticket])
+    change, _ = motion.change()
+    assert [(load.out, load.pair) for load in change.load] == [small[1]]
+    assert motion.planned == 0
+
+
+def test_the_pilot_keeps_its_budget_of_bytes(tmp_path):
+    tide = Tide(min_prefill_tokens=1, sensitivity="max")
+    pilot = Pilot(History.open(tmp_path, "ab" * 32, SHAPE, False), None, tide, SHAPE, 15, KINDS)
+    first = pilot.boot_pairs()
+    nbytes = sum(int(SIZES[pair]) for pair in first)
+    assert KINDS.budget_bytes(15) - 4096 < nbytes <= KINDS.budget_bytes(15)
+    counts = np.zeros((3, 12))
+    counts[:, 8:] = 10.0
+    plan = pilot.prompt_done(counts, counts / 2, [240.0, 200.0, 60.0, 50.0], 20, lane=0)
+    assert plan, "nothing is planned: this test shows nothing"
+    assert all(KINDS.of[out] == KINDS.of[in_] for out, in_ in plan)
+    pilot.applied(plan)
+    assert sum(int(SIZES[pair]) for pair in pilot.residents) == nbytes
+    layers = np.bincount([layer for layer, _ in first], minlength=3)
+    assert layers.max() - layers.min() <= 1, "without a seed no layer is preferred"
