@@ -80,7 +80,11 @@ _DECODER = msgspec.json.Decoder(_Entry)
 def read_shard(path: Path) -> Shard:
     """Raises DataError, naming the file and the offset, for a file that is not exactly what its header says."""
     size = _regular_size(path)
-    header = _header_bytes(path, size)
+    return shard_of(path, size, _header_bytes(path, size))
+
+
+def shard_of(path: Path, size: int, header: bytes) -> Shard:
+    """Of a file of `size` bytes that begins with the length of `header` and `header`. Raises as `read_shard`."""
     data_offset = LENGTH_BYTES + len(header)
     tensors = [_tensor(path, name, entry, data_offset, size) for name, entry in _entries(path, header).items()]
     tensors.sort(key=lambda t: (t.offset, t.nbytes))
@@ -108,19 +112,25 @@ def _header_bytes(path: Path, size: int) -> bytes:
         raise DataError(f"{size} bytes long, no room for a safetensors header", where=f"{path}:0", hint=REFETCH)
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if length > MAX_HEADER_BYTES or length > size - LENGTH_BYTES:
-                raise DataError(
-                    f"header of {length} bytes in a file of {size} (at most {MAX_HEADER_BYTES} are allowed)",
-                    where=f"{path}:0",
-                    hint=REFETCH,
-                )
+            length = header_length(path, size, file.read(LENGTH_BYTES))
             header = file.read(length)
     except OSError as e:
         raise DataError(f"cannot be read: {e.strerror}", where=str(path)) from e
     if len(header) != length:
         raise DataError(f"header ends after {len(header)} of {length} bytes", where=f"{path}:{LENGTH_BYTES}")
     return header
+
+
+def header_length(path: Path, size: int, prefix: bytes) -> int:
+    """Of the header of a file of `size` bytes, by its first `LENGTH_BYTES`. Raises DataError."""
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES or length > size - LENGTH_BYTES:
+        raise DataError(
+            f"header of {length} bytes in a file of {size} (at most {MAX_HEADER_BYTES} are allowed)",
+            where=f"{path}:0",
+            hint=REFETCH,
+        )
+    return length
 
 
 def _entries(path: Path, header: bytes) -> dict[str, _Entry]:

@@ -403,6 +403,28 @@ def pack(
 
 
 @app.command()
+def fit(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="A directory, or owner/model[@revision] of a hub.")],
+    edited: Annotated[str, typer.Argument(metavar="EDITED", help="The same checkpoint, edited.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the directions go.")],
+    layers: Annotated[str, typer.Option(metavar="A-B", help="Only these layers.  [default: all]")] = "",
+    json: Json = False,
+) -> None:
+    """Recover the directions that an abliterated checkpoint took out, for model.ablation.
+
+    Reads both checkpoints a tensor at a time, of a hub by ranges of bytes, and keeps nothing but FILE. A layer whose
+    edit is not that of one direction ends it. What is ended goes on where it stopped when it is run again. HF_TOKEN
+    and HF_ENDPOINT count.
+
+    \b
+      tidectl fit zai-org/GLM-5.3-BF16 owner/GLM-5.3-abliterated --out glm53.ablation.safetensors
+    """
+    from tidectl import fit as fitting
+
+    fitting.run(base, edited, out, layers, json)
+
+
+@app.command()
 def version(json: Json = False) -> None:
     """Show the versions of TideLM and of what it computes with."""
     from tidectl import about

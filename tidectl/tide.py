@@ -265,7 +265,7 @@ def _model(profile: Path | None) -> Model:
     return Model(
         path,
         settings,
-        identity_under(identity, digest_of(settings.model.overlay)),
+        identity_under(identity, digest_of(settings.model.overlay or settings.model.ablation)),
         str(checkpoint.config["model_type"]),
         shape,
     )

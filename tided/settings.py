@@ -65,6 +65,10 @@ class Model(Section, frozen=True):
         str,
         _doc("node", "Safetensors file of edited weights that stand in place of the checkpoint's own.", path=True),
     ] = ""
+    ablation: Annotated[
+        str,
+        _doc("node", "File of directions that are projected out of what layers add to the residual stream.", path=True),
+    ] = ""
     engram_cache_bytes: Annotated[
         int, _doc("node", "Memory for Engram rows read from the checkpoint.", ge=0, le=MOST_BYTES)
     ] = 64 << 20

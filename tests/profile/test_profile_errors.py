@@ -63,7 +63,7 @@ FILE:5:1: error: unknown key 'model.numeric'
  5 | numeric = "fp32"
    | ^^^^^^^
    = rule: [model] has the keys path, served_name, numerics, prefill_chunk_tokens, decoder_replay, dense, overlay, \
-engram_cache_bytes
+ablation, engram_cache_bytes
    = help: did you mean 'numerics'?
 
 FILE:7:2: error: missing key 'experts.resident'

@@ -8,7 +8,7 @@ import torch
 from packers.joined import Joined, Part
 from packers.overlay import Overlay
 from packers.shards import Checkpoint
-from tided.errors import DataError
+from tided.errors import ConfigError, DataError
 from tided.experts.bank import ExpertBank
 from tided.experts.checkpoint import Record
 from tided.models.base import Model, ModelShape
@@ -69,6 +69,10 @@ class Family(Protocol):
         takes, ConfigError where it takes none."""
         ...
 
+    def ablated(self, checkpoint: Checkpoint, overlay: Overlay) -> Checkpoint:
+        """The same for a file of directions that are projected out at run time."""
+        ...
+
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
     ) -> Model:
@@ -82,14 +86,19 @@ _FAMILIES: dict[str, Family] = {family.name: family for family in (DeepseekV41Fa
 
 
 def open_checkpoint(settings: ModelSettings) -> Checkpoint:
-    """The checkpoint of a profile, with its dense weights and under its overlay. Raises DataError and what
-    `Family.overlaid` raises."""
+    """The checkpoint of a profile, with its dense weights, under its overlay or ablation. Raises DataError, and what
+    `overlaid` raises."""
+    if settings.overlay and settings.ablation:
+        raise ConfigError("only one edit of a model can be served", where="model.overlay, model.ablation")
     checkpoint = Checkpoint.open(settings.path)
     if settings.dense:
         checkpoint = _joined(checkpoint, Checkpoint.open(settings.dense))
-    if not settings.overlay:
-        return checkpoint
-    return family_of(checkpoint.config).overlaid(checkpoint, Overlay.open(settings.overlay))
+    family = family_of(checkpoint.config) if settings.overlay or settings.ablation else None
+    if family and settings.overlay:
+        return family.overlaid(checkpoint, Overlay.open(settings.overlay))
+    if family and settings.ablation:
+        return family.ablated(checkpoint, Overlay.open(settings.ablation))
+    return checkpoint
 
 
 def _joined(experts: Checkpoint, dense: Checkpoint) -> Joined:

@@ -73,6 +73,10 @@ class DeepseekV41Family:
     def overlaid(self, checkpoint: Checkpoint, overlay: Overlay) -> Checkpoint:
         return overlaid(checkpoint, overlay)
 
+    def ablated(self, checkpoint: Checkpoint, overlay: Overlay) -> Checkpoint:
+        hint = "a file of edited weights goes to `overlay`"
+        raise ConfigError("this model takes no projection at run time", where="model.ablation", hint=hint)
+
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device
     ) -> DeepseekV41:

@@ -13,6 +13,7 @@ from tided.errors import ConfigError
 from tided.experts.bank import ExpertBank
 from tided.experts.checkpoint import Record
 from tided.models.glm53 import load
+from tided.models.glm53.ablation import ablated
 from tided.models.glm53.config import read_config
 from tided.models.glm53.model import Glm53
 from tided.models.glm53.names import part_of
@@ -62,7 +63,14 @@ class Glm53Family:
         return 0
 
     def overlaid(self, checkpoint: Checkpoint, overlay: Overlay) -> Checkpoint:
-        raise ConfigError("this model takes no overlay of weights", where="model.overlay", hint="leave it empty")
+        raise ConfigError(
+            "this model takes no overlay of weights",
+            where="model.overlay",
+            hint="a file of directions goes to `ablation`",
+        )
+
+    def ablated(self, checkpoint: Checkpoint, overlay: Overlay) -> Checkpoint:
+        return ablated(checkpoint, overlay)
 
     def load(
         self, checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device

@@ -14,6 +14,7 @@ from kernels.rows import by_row
 from kernels.swiglu import clamped_swiglu
 from tided.experts.bank import ExpertBank
 from tided.experts.fetch import UrgentReads
+from tided.models.glm53.ablation import Projection
 from tided.models.glm53.config import Config
 from tided.models.glm53.step import Pass
 from tided.models.glm53.weights import Weights
@@ -28,6 +29,7 @@ class Dense:
     gate_up: Linear  # [2n, D]
     down: Linear  # [D, n]
     numerics: Numerics
+    edit: Projection | None = None  # of what it gives
 
     def forward(self, step: Pass, x: Tensor) -> Tensor:
         """x [T, D] -> [T, D] fp32, to be summed over the ranks and then rounded."""
@@ -36,7 +38,8 @@ class Dense:
     def of(self, x: Tensor) -> Tensor:
         n = self.numerics
         gate_up = n.store(product(x, self.gate_up, n))
-        return product(n.store(by_row(lambda rows: clamped_swiglu(rows, NO_LIMIT), gate_up)), self.down, n)
+        found = product(n.store(by_row(lambda rows: clamped_swiglu(rows, NO_LIMIT), gate_up)), self.down, n)
+        return self.edit(found) if self.edit else found
 
 
 @dataclass(frozen=True)
@@ -88,23 +91,25 @@ class Moe:
         return sum_of_picks(outputs).add_(shared)
 
 
-def load_dense(weights: Weights, inner_size: int, numerics: Numerics) -> Dense:
+def load_dense(weights: Weights, inner_size: int, numerics: Numerics, edit: Projection | None = None) -> Dense:
     """`weights` where gate_proj, up_proj and down_proj are."""
     inner = weights.cut(inner_size)
     gate_up = stacked(weights.linear("gate_proj", rows=inner), weights.linear("up_proj", rows=inner))
-    return Dense(gate_up, weights.linear("down_proj", columns=inner), numerics)
+    return Dense(gate_up, weights.linear("down_proj", columns=inner), numerics, edit)
 
 
-def load_moe(weights: Weights, c: Config, layer: int, bank: ExpertBank, numerics: Numerics) -> Moe:
-    """`weights` at `model.layers.L.mlp`; `layer` counts those of the bank. The shared expert is cut like the routed
-    ones, so that one sum serves both."""
+def load_moe(
+    weights: Weights, c: Config, layer: int, bank: ExpertBank, numerics: Numerics, edit: Projection | None = None
+) -> Moe:
+    """`weights` at `model.layers.L.mlp`; `edit` of the shared expert; `layer` counts
+    those of the bank. The shared expert is cut like the routed ones, so that one sum serves both."""
     return Moe(
         layer,
         c.num_experts_per_tok,
         c.routed_scaling_factor,
         gate=weights.linear("gate"),
         bias=weights.plain("gate.e_score_correction_bias"),
-        shared=load_dense(weights.under("shared_experts"), c.moe_intermediate_size, numerics),
+        shared=load_dense(weights.under("shared_experts"), c.moe_intermediate_size, numerics, edit),
         bank=bank,
         numerics=numerics,
     )
