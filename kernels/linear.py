@@ -58,8 +58,15 @@ def rounded_product(x: Tensor, weight: Matrix) -> Tensor:
     if isinstance(weight, Tensor):
         return matmul(x, weight)
     if x.is_cuda:
-        return torch.mm(x.to(torch.bfloat16), weight.dense(torch.bfloat16).t(), out_dtype=torch.float32)
+        return torch.mm(x.to(torch.bfloat16), _bf16(weight).t(), out_dtype=torch.float32)
     return matmul(x, weight.dense(x.dtype))
+
+
+def _bf16(weight: Fp8Matrix) -> Tensor:
+    """`Fp8Matrix.dense` on CUDA, in one launch."""
+    from kernels.linear_chunk_triton import dense  # a compiler, which a CPU need not have
+
+    return dense(weight)
 
 
 def fp8_linear(x: Tensor, weight: Matrix, activation: Rounding) -> Tensor:
@@ -72,7 +79,7 @@ def grouped_linear(x: Tensor, weight: Matrix) -> Tensor:
     call through `rows.by_row`. An FP8 matrix needs an x that bf16 holds."""
     by_group = x.permute(1, 2, 0)
     if isinstance(weight, Fp8Matrix) and x.is_cuda:
-        dense = weight.dense(torch.bfloat16).view(x.shape[1], -1, x.shape[2])
+        dense = _bf16(weight).view(x.shape[1], -1, x.shape[2])
         result = torch.bmm(dense, by_group.to(torch.bfloat16), out_dtype=torch.float32)
     else:
         whole = weight if isinstance(weight, Tensor) else weight.dense(x.dtype)

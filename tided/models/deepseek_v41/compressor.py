@@ -36,10 +36,13 @@ class Compressor:
         Every owner writes its own keys on every step, also when a group stays open."""
         if self.layer in step.written:
             return
-        step.written.add(self.layer)
         width = self.norm.numel()
         rows = matmul(x, self.inputs[:width])
-        gates = rows if self.ratio == 1 else matmul(x, self.inputs[width:])
+        self.write_products(step, rows, rows if self.ratio == 1 else matmul(x, self.inputs[width:]))
+
+    def write_products(self, step: Pass, rows: Tensor, gates: Tensor) -> None:
+        """As `write`; rows, gates [T, d] fp32, x times both halves of `inputs`. Ratio 1 reads no gates."""
+        step.written.add(self.layer)
         for span in step.spans:
             self._write_span(span, rows[span.rows], gates[span.rows])
 

@@ -127,6 +127,10 @@ class DeepseekV41(PagedLanes):
         if pictured is not None:
             step.pictured = torch.zeros_like(step.positions, dtype=torch.bool).index_fill_(0, pictured.places, True)
         asked = self.engrams.ask(step, token_ids.cpu().numpy())
+        if len(step.spans) == 1 and self.steps.serve(self, rows=1):
+            from tided.models.deepseek_v41.chunk import Chunk  # a compiler, which a CPU need not have
+
+            return Chunk(self, step).run(token_ids, asked, bounded, pictured)
         streams = self.embedded(token_ids)
         if pictured is not None:
             streams[pictured.places] = pictured.rows.unsqueeze(1)

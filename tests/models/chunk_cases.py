@@ -1,0 +1,103 @@
+"""Prompt chunks by kernels against the CPU's: run by `test_chunk_kernels.py` in Triton's interpreter, and on a GPU.
+
+python tests/models/chunk_cases.py cpu|cuda [name of a case]"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.device import INTERPRETED
+from packers.shards import Checkpoint
+from tests.models.rig import CPU, GOLDEN, load_model, settings
+from tided.models.base import Pictured
+from tided.models.deepseek_v41 import load
+from tided.models.deepseek_v41.load import with_drafter
+
+DEVICE = torch.device(sys.argv[1] if __name__ == "__main__" else "cpu")
+draw = torch.Generator().manual_seed(5)
+NEAR = 1e-3 if INTERPRETED else 0.08  # a model this small makes much of one rounding that falls to the other side
+
+
+def pair(**model: Any) -> tuple[Any, Any]:
+    """The golden model, whose contexts pass its top-k and its candidate pool within a hundred tokens: on the CPU by the
+    references, and by kernels."""
+    found = []
+    for device, packed in ((CPU, False), (DEVICE, True)):
+        load.has_kernels = lambda _, packed=packed: packed
+        config = settings(GOLDEN, pool_tokens=4096, context_tokens=512, **model)
+        found.append(with_drafter(load_model(GOLDEN, config=config, device=device), Checkpoint.open(GOLDEN), device))
+    return found[0], found[1]
+
+
+def tokens(count: int) -> Tensor:
+    return torch.randint(3, 500, (count,), generator=draw)
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    assert torch.isfinite(got).all()
+    return float((got.cpu() - wanted).norm() / wanted.norm().clamp_min(1e-20))
+
+
+def check_contexts(reference: Any, lane: Any, model: Any, other: Any, most: float = NEAR) -> None:
+    """Rings (the drafter's too), open groups, tails, and what was written to the pages."""
+    assert (lane.position, lane.tail.tolist()) == (other.position, other.tail.tolist())
+    wanted, got = reference.lane_parts(lane), model.lane_parts(other)
+    wanted |= {f"page.{k}": v for k, v in reference.page_parts(lane, 0, len(lane.pages)).items()}
+    got |= {f"page.{k}": v for k, v in model.page_parts(other, 0, len(other.pages)).items()}
+    assert wanted.keys() == got.keys()
+    for name, part in wanted.items():
+        assert name == "tail" or error(got[name].float(), part.float()) < most, f"{name}"
+
+
+def prefilled(before: int, chunks: list[int], kind: Any, pictured: int | None = None, **model: Any) -> None:
+    """A context of `before` tokens, the same to the bit for both, then chunks."""
+    reference, mine = pair(**model)
+    lane = reference.open_lane(0)
+    if before:
+        reference.prefill(lane, tokens(before), "none")
+        reference.blocks[0].moe.bank.tap.take(0)
+    pages = [(0, reference.page_parts(lane, 0, len(lane.pages)))] if before else []
+    lanes = [lane, mine.restore_lane(0, lane.position, reference.lane_parts(lane), pages)]
+    for at, count in enumerate(chunks):
+        ids, images = tokens(count), [None, None]
+        if at == pictured:
+            places = torch.arange(2, count - 1, 2)
+            rows = torch.randn(len(places), reference.shape.hidden_size, generator=draw).bfloat16().float()
+            images = [Pictured(places, rows), Pictured(places.to(DEVICE), rows.to(DEVICE))]
+        wanted = reference.prefill(lanes[0], ids, kind, images[0])
+        got = mine.prefill(lanes[1], ids.to(DEVICE), kind, images[1])
+        rows = [error(mine, own) for mine, own in zip(got, wanted, strict=True)]
+        print(f"  {count} tokens: {error(got, wanted):.4f}; rows {[round(row, 4) for row in rows]}", flush=True)
+        assert error(got, wanted) < NEAR
+    check_contexts(reference, lanes[0], mine, lanes[1])
+    taps = [one.blocks[0].moe.bank.tap for one in (reference, mine)]
+    counts = [tap.counts.cpu() for tap in taps]
+    assert (counts[0] - counts[1]).abs().sum() <= 4 * NEAR * counts[0].sum(), "another demand"
+    assert torch.equal(taps[0].totals[:, 0].cpu(), taps[1].totals[:, 0].cpu())
+    row = [one.decode([lane], torch.tensor([7])) for one, lane in zip((reference, mine), lanes, strict=True)]
+    print(f"  a step behind them: {error(row[1], row[0]):.4f}")
+    assert error(row[1], row[0]) < NEAR
+
+
+def case_chunks() -> None:
+    """Odd ends leave groups open; the second chunk sees rings and pages of the first."""
+    prefilled(*(61, [2, 5]) if INTERPRETED else (0, [37, 60, 5, 1, 100]), "all")
+
+
+def case_bounded() -> None:
+    prefilled(*(21, [34]) if INTERPRETED else (0, [70, 33, 90]), "last", decoder_replay="bounded")
+
+
+def case_pictured() -> None:
+    prefilled(*(0, [6]) if INTERPRETED else (0, [33, 50]), "all", pictured=0)
+
+
+CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
+
+if __name__ == "__main__":
+    for name in sys.argv[2:] or CASES:
+        print(name)
+        CASES[name]()
+    print("ok")
