@@ -31,6 +31,7 @@ class Options:
     layers: int
     control: bool
     trace: Path | None
+    rest_s: float = 0.0
 
 
 def run(options: Options, json: bool) -> int:
@@ -38,10 +39,12 @@ def run(options: Options, json: bool) -> int:
     seeds, shares, machine = list(range(options.seeds)), options.shares or study.SHARES, Machine()
     try:
         if options.trace is not None:
-            result = study.recorded(trace.load(options.trace), shares, seeds, machine, _progress)
+            result = study.recorded(trace.load(options.trace), shares, seeds, machine, _progress, options.rest_s)
         else:
             names = options.traffics or list(study.TRAFFICS)
-            result = study.synthetic(names, shares, seeds, options.layers, options.control, machine, _progress)
+            result = study.synthetic(
+                names, shares, seeds, options.layers, options.control, machine, _progress, options.rest_s
+            )
     except ValueError as error:
         raise UsageError(str(error)) from error
     if is_terminal(sys.stderr):

@@ -111,12 +111,22 @@ def tide_simulate(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A recorded trace instead of simulated traffic.")
     ] = None,
+    rest: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            max=3600,
+            help="That nobody asks behind each request; without, the next one always waits already.",
+        ),
+    ] = 0.0,
     json: Json = False,
 ) -> None:
     """Compare policies for what to keep in memory, on simulated traffic.
 
-    Ours is the code that serves: planner, pilot and hot reads. All policies have the same memory and may read as
-    much. Exits with 1 when a policy missed less than ours, or read less, or when the control shows a gain.
+    Ours is the code that serves: planner, pilot, hot reads, and what the engine asks of them when. All policies have
+    the same memory and the same disks. Exits with 1 when a policy missed less than ours, or read less, or when the
+    control shows a gain.
 
     \b
       tidectl tide simulate
@@ -125,5 +135,5 @@ def tide_simulate(
     """
     from tidectl import simulate
 
-    options = simulate.Options(traffic or [], share or [], seeds, layers, control, trace)
+    options = simulate.Options(traffic or [], share or [], seeds, layers, control, trace, rest)
     raise typer.Exit(simulate.run(options, json))

@@ -65,10 +65,11 @@ def test_the_scheduler_gets_every_limit_from_the_profile():
         experts=Experts(resident=40, spare_slots=5),
         cache=Cache(context_tokens=100, pool_tokens=300),
         engine=Engine(lanes=3, queue=7, guard_every_steps=11, prefill_share=0.2),
+        tide=Tide(look_rows=9),
     )
     limits = scheduler_limits(settings)
     assert (limits.lanes, limits.queue, limits.context_tokens, limits.pool_tokens) == (3, 7, 100, 300)
-    assert limits.prefill_share == 0.2
+    assert (limits.prefill_share, limits.look_rows) == (0.2, 9)
     bounded = replace(settings, model=replace(settings.model, decoder_replay="bounded"))
     assert (limits.can_score, scheduler_limits(bounded).can_score) == (True, False)
     assert (limits.page_tokens, limits.chunk_tokens, limits.swaps, limits.guard_every_steps) == (128, 512, 5, 11)

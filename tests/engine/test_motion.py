@@ -18,9 +18,7 @@ ABSENT = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS
 
 
 def motion(ranks: int = 1, spare: int = 2, ring: int = 0, look_rows: int = 4) -> Motion:
-    made = Motion(HotReads(SHAPE, PAIRS, ring, TOP_K, np.ones((LAYERS, EXPERTS))), ranks, spare)
-    made.look_rows = look_rows
-    return made
+    return Motion(HotReads(SHAPE, PAIRS, ring, TOP_K, np.ones((LAYERS, EXPERTS))), ranks, spare, look_rows)
 
 
 def wants(motion: Motion, *pairs, tokens: int = 8) -> None:

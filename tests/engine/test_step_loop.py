@@ -227,6 +227,11 @@ def test_the_tide_plans_once_when_the_engine_comes_to_rest():
     assert bench.engine.residency.generation == 2
 
 
+def test_the_ring_looks_as_often_as_the_profile_says():
+    motion = Bench(pilot=FakePilot(), limits=limits(look_rows=3), ring_slots=2).engine.motion
+    assert [motion.stepped(2), motion.stepped(1)] == [False, True]
+
+
 def pieces(bench: Bench) -> int:
     """Turns that do a piece of the rest, until none is left."""
     count = 0

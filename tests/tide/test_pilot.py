@@ -12,7 +12,7 @@ from tided.tide.demand import RouterShape, blended
 from tided.tide.history import History
 from tided.tide.hot import HotReads
 from tided.tide.pilot import Pilot, Planned
-from tided.tide.planner import boot_set, first_set
+from tided.tide.planner import boot_set, first_set, swap_plan
 from tided.tide.seed import Seed, load_seed
 
 SHAPE = RouterShape(6, 48, 4)
@@ -506,13 +506,17 @@ def test_at_rest_what_hot_reads_have_taken_away_comes_back(tmp_path):
     assert tide.idle_plan(drifted=True) == [], "once a request"
 
 
-@pytest.mark.parametrize("drifted", [True, False])
-def test_what_a_rest_took_away_the_next_request_may_have_back_at_once(tmp_path, drifted):
+@pytest.mark.parametrize("rests", [True, False])
+def test_what_a_rest_took_away_the_next_request_may_have_back_at_once(tmp_path, rests):
     """Who has just come stays and who has just left is worth less, so that plans for what is asked do not undo each
     other; a plan for nobody's tokens is to be undone."""
     tide = pilot(tmp_path, seed_file(tmp_path, [Domain(1), Domain(2)]))
     tide.request_done(*Domain(3).demand(50, tide.residents), 0, lane=0)
-    rest = tide.idle_plan(drifted=drifted)
+    if rests:
+        rest = swap_plan(tide.rest_scores(), tide.residents, tide.floor, 512, 0.0)
+        tide.rested()
+    else:
+        rest = tide.idle_plan()
     assert len(rest) > 5
     tide.applied(rest)
     back = grids()
@@ -521,8 +525,8 @@ def test_what_a_rest_took_away_the_next_request_may_have_back_at_once(tmp_path, 
     scores = back / back.sum(axis=1, keepdims=True)
     tide.prompt_done(np.zeros_like(back), np.zeros_like(back), np.zeros(4), 1, lane=0)
     worth = tide.steadied(scores)
-    assert all((worth[out] > 0.99 * scores[out]) == drifted for out, _ in rest)
-    assert all((worth[in_] == 1.0) != drifted for _, in_ in rest)
+    assert all((worth[out] > 0.99 * scores[out]) == rests for out, _ in rest)
+    assert all((worth[in_] == 1.0) != rests for _, in_ in rest)
 
 
 # Start

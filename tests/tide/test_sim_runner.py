@@ -3,17 +3,22 @@
 import numpy as np
 import pytest
 
+from tided.engine.core import REST_AFTER_S
+from tided.engine.motion import Motion
 from tided.errors import PairError
+from tided.settings import Tide
 from tided.sim import faults
 from tided.sim.compare import OURS, PLANS, RIVALS, _made
 from tided.sim.machine import Disk, Fault, Machine, Ranks
+from tided.sim.ours import Engine
 from tided.sim.policies import Static
-from tided.sim.runner import World, run
+from tided.sim.runner import QUIET_S, World, run
 from tided.sim.traffic import Mix, traffic
 from tided.tide.hot import Moves
 
 BRIEF = Mix("brief", 4, 2, prompt=(40, 80), answer=(60, 90))
 LAYERS, SHARE = 2, 0.4
+FAST = Machine(pairs=15_360 // 8)  # more reads under way
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +32,7 @@ def slots_of(trace):
 
 def served(trace, policy, scenario=faults.none, seed=0):
     ((made, residents),) = _made(policy, trace, slots_of(trace))
-    machine = Machine(pairs=15_360 // 8)  # a fast disk: more reads under way
-    return run(trace, made, residents, slots_of(trace), machine, seed, scenario, check=True)
+    return run(trace, made, residents, slots_of(trace), FAST, seed, scenario, check=True)
 
 
 @pytest.mark.parametrize("scenario", faults.SCENARIOS)
@@ -40,6 +44,42 @@ def test_under_every_fault_the_invariants_hold_and_every_token_is_served(trace, 
     assert (outcome.failed > 0) == (scenario == "failed reads")
     if policy == OURS:
         assert outcome.missed_share < 1.1 * served(trace, "static").missed_share
+
+
+def reasons(trace, monkeypatch, machine, rest_s=0.0):
+    """Of the plans that ours made which had something to exchange."""
+    found, take_plan = set(), Motion.take_plan
+
+    def noted(motion, swaps, reason):
+        found.update([reason] if swaps else [])
+        take_plan(motion, swaps, reason)
+
+    monkeypatch.setattr(Motion, "take_plan", noted)
+    ((made, residents),) = _made(OURS, trace, slots_of(trace))
+    run(trace, made, residents, slots_of(trace), machine, 0, check=True, rest_s=rest_s)
+    return found
+
+
+def test_ours_plans_at_the_engines_moments(monkeypatch):
+    trace = traffic(Mix("long", 3, 1, prompt=(500, 700), answer=(230, 260)), LAYERS, 4, seed=3)
+    slow = reasons(trace, monkeypatch, Machine(bandwidth_bytes_s=1e9))
+    assert {"chunk", "prompt", "decode"} <= slow <= {"chunk", "prompt", "decode", "urgent"}
+
+
+def test_a_pause_is_a_rest_after_as_long_as_in_the_engine(trace, monkeypatch):
+    assert QUIET_S == REST_AFTER_S
+    assert "idle" not in reasons(trace, monkeypatch, FAST)
+    assert "idle" not in reasons(trace, monkeypatch, FAST, rest_s=0.9)
+    assert "idle" in reasons(trace, monkeypatch, FAST, rest_s=3.0)
+
+
+def test_a_ring_that_looks_at_every_step_reads_more_and_misses_less(trace):
+    every, fourth = (
+        run(trace, one, one.residents, slots_of(trace), Machine(), 0)
+        for one in (Engine(trace, slots_of(trace), settings=Tide(look_rows=rows)) for rows in (1, 4))
+    )
+    assert every.bytes_read > 1.1 * fourth.bytes_read
+    assert every.missed_share < 0.98 * fourth.missed_share
 
 
 def test_the_same_seed_gives_the_same_run_and_another_disk_another(trace):

@@ -77,9 +77,10 @@ class Moved:
 
 
 class Motion:
-    """`ranks` tell of each read. `spare` swaps are read at once at most."""
+    """`ranks` tell of each read. `spare` swaps are read at once at most. The ring looks at what was wanted once
+    `look_rows` have come together: each look costs the host a while."""
 
-    def __init__(self, hot: HotReads, ranks: int, spare: int) -> None:
+    def __init__(self, hot: HotReads, ranks: int, spare: int, look_rows: int = 1) -> None:
         self.hot, self.count = hot, HotCount()
         places = (spare,) if hot.kinds is None else hot.kinds.spare
         self._ranks, self._spare = ranks, [min(most, MAX_SWAPS_AT_ONCE) for most in places]
@@ -87,13 +88,13 @@ class Motion:
         self._reading: dict[int, _Reading] = {}
         self._tickets = self._clock = 0
         self._at_once = FIRST_READS
+        self._look_rows = look_rows
         self._rows = 0  # computed since the last look
         self._due = False  # a look has told what was wanted, and nothing was asked for since
         self._used: dict[Pair, bool] = {}  # entries of the ring: whether a step has wanted them
         self._failures: dict[Pair, int] = {}  # by pair, since it was last read
         self._left_alone: dict[Pair, int] = {}  # until which step
         self._failed_in_a_row = 0
-        self.look_rows = 1  # the ring looks once so many have come together: each look costs the host a while
 
     @property
     def has_ring(self) -> bool:
@@ -136,7 +137,7 @@ class Motion:
         """A step of so many rows is over. Whether the ring is to look at what was wanted since its last look."""
         self._clock += 1
         self._rows += rows
-        return self.has_ring and self._rows >= self.look_rows
+        return self.has_ring and self._rows >= self._look_rows
 
     def observe(self, weights: Grid, rows: npt.NDArray[np.float32]) -> None:
         """What the rows since the last look wanted: weights [layers, experts], summed over the `rows` [layers] that

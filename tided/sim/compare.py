@@ -59,13 +59,14 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def compare(
-    name: str, traces: Sequence[tuple[int, Trace]], share: float, machine: Machine, progress: Progress = lambda _: None
-) -> Table:
+    name: str, traces: Sequence[tuple[int, Trace]], share: float, machine: Machine,
+    progress: Progress = lambda _: None, rest_s: float = 0.0,
+) -> Table:  # fmt: skip
     """traces: (seed, trace) each."""
     outcomes: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
     for seed, trace in traces:
         for policy in POLICIES:
-            outcomes[policy].append(outcome(policy, trace, share, machine, seed))
+            outcomes[policy].append(outcome(policy, trace, share, machine, seed, rest_s))
             progress(f"{name}, {share:.0%}, seed {seed}: {policy}")
     bound = [one.missed_share for one in outcomes[BOUND]]
     rows = [_row(policy, outcomes[policy], bound) for policy in POLICIES]
@@ -73,10 +74,13 @@ def compare(
     return Table(name, share, [seed for seed, _ in traces], tokens, rows)
 
 
-def outcome(policy: str, trace: Trace, share: float, machine: Machine, seed: int) -> Outcome:
+def outcome(policy: str, trace: Trace, share: float, machine: Machine, seed: int, rest_s: float = 0.0) -> Outcome:
     """Raises ValueError for a policy that is none, or a share that leaves a layer too little."""
     slots = round(share * trace.shape.layers * trace.shape.experts)
-    runs = [run(trace, made, residents, slots, machine, seed) for made, residents in _made(policy, trace, slots)]
+    runs = [
+        run(trace, made, residents, slots, machine, seed, rest_s=rest_s)
+        for made, residents in _made(policy, trace, slots)
+    ]
     return min(runs, key=lambda one: one.missed_share)
 
 

@@ -61,8 +61,7 @@ class Engine:
         pilot = Pilot(history, seed, self._settings, self.shape, slots - ring - spare)
         self.residents = pilot.residents
         hot = HotReads(self.shape, self.residents, ring, self.shape.top_k, pilot.scores())
-        self.motion = Motion(hot, ranks=1, spare=spare)
-        self.motion.look_rows = self._settings.look_rows
+        self.motion = Motion(hot, ranks=1, spare=spare, look_rows=self._settings.look_rows)
         self._moments = Moments(self.motion, pilot)
         self._tap, self._wanted, self._rows = self._new_tap(), self._grid(), 0
         self._here = np.zeros(self._wanted.size, dtype=bool)

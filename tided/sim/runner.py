@@ -15,6 +15,7 @@ from tided.tide.planner import Pair
 
 PREFILL_CHUNK_TOKENS = 128
 STRETCH_TOKENS = 100
+QUIET_S = 1.0  # before a pause counts as rest, as in the engine
 
 
 @dataclass
@@ -154,9 +155,11 @@ def run(
 
 def _rest(world: World, now_s: float, rest_s: float, faults: Faults) -> float:
     """Nobody asks; the time after it. Who reads only what was missed has nothing to read."""
-    world.policy.rest()
-    end_s = now_s + rest_s
+    rests_s, end_s, rests = now_s + QUIET_S, now_s + rest_s, False
     while now_s < end_s:
+        if not rests and now_s >= rests_s:
+            world.policy.rest()
+            rests = True
         if world.policy.paces_itself:
             world.move(0, faults)
         now_s = min(end_s, now_s + world.ranks.machine.step_s)

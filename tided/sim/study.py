@@ -43,7 +43,7 @@ class Study(msgspec.Struct, frozen=True):
 
 def synthetic(
     names: Iterable[str], shares: Iterable[float], seeds: list[int], layers: int, control: bool, machine: Machine,
-    progress: Progress,
+    progress: Progress, rest_s: float = 0.0,
 ) -> Study:  # fmt: skip
     """Raises ValueError for traffic that is none, or a share that no resident set can have."""
     tables: list[Table] = []
@@ -52,16 +52,18 @@ def synthetic(
         if name not in TRAFFICS:
             raise ValueError(f"there is no traffic {name!r}; there are {', '.join(TRAFFICS)}")
         traces = [(seed, traffic(TRAFFICS[name], layers, seed=seed)) for seed in seeds]
-        tables += [compare(name, traces, share, machine, progress) for share in shares]
+        tables += [compare(name, traces, share, machine, progress, rest_s) for share in shares]
         shuffled_traces = shuffled_traces or [(seed, shuffled(trace, seed)) for seed, trace in traces]
-    lesson = compare("shuffled", shuffled_traces, CONTROL_SHARE, machine, progress) if control else None
+    lesson = compare("shuffled", shuffled_traces, CONTROL_SHARE, machine, progress, rest_s) if control else None
     return Study(tables, lesson, likeness(_many_topics(layers)))
 
 
-def recorded(trace: Trace, shares: Iterable[float], seeds: list[int], machine: Machine, progress: Progress) -> Study:
+def recorded(
+    trace: Trace, shares: Iterable[float], seeds: list[int], machine: Machine, progress: Progress, rest_s: float = 0.0
+) -> Study:
     """The same trace for every seed; what differs is the disk."""
     traces = [(seed, trace) for seed in seeds]
-    return Study([compare("recorded", traces, share, machine, progress) for share in shares])
+    return Study([compare("recorded", traces, share, machine, progress, rest_s) for share in shares])
 
 
 def _many_topics(layers: int) -> Trace:

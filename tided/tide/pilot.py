@@ -200,7 +200,7 @@ class Pilot:
 
     def rested(self) -> None:
         """A plan was made of `rest_scores`."""
-        self._requests_since_plan = 0
+        self._requests_since_plan, self._rests = 0, True
 
     def rest_scores(self) -> Grid:
         """[layers, experts]: what a set is made from that waits for a request of nobody knows which topic."""
@@ -302,7 +302,7 @@ class Pilot:
             return []
         if not drifted or not self.sensitivity.adapts:
             return self._plan("a request", self._last.miss_rate)
-        self._requests_since_plan, self._rests = 0, True
+        self.rested()
         scores = self.rest_scores() + self._ties
         least = REST_GAIN * float(scores.mean())
         return swap_plan(scores, self._residents, self.floor, self.settings.max_swaps, least, self._kind_of())
