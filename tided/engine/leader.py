@@ -65,7 +65,7 @@ class LeaderEngine(Engine):
         super().__init__(executor, on_fault, threads)
         self.expert_reads: Mapping[str, Any] = expert_reads or {}  # where experts come from, for who asks
         limits = scheduler.limits
-        self.motion = Motion(hot_reads(executor, pilot, kinds), 1 + link.followers, limits.swaps)
+        self.motion = Motion(hot_reads(executor, pilot, kinds), 1 + link.followers, limits.swaps, limits.look_rows)
         scheduler.recalls = Recalls(1 + link.followers, self._held_prefixes)
         self.scheduler, self.ledger = scheduler, Ledger(executor, scheduler, self.motion, pilot)
         self._link, self._sink = link, sink
@@ -78,7 +78,6 @@ class LeaderEngine(Engine):
         self._resting: Iterator[None] | None = None  # what is still to be done before it has
         self._mask = ""  # that snapshots were looked up for
         self._stop: Stop | None = None
-        self.motion.look_rows = limits.look_rows
         shape = executor.model.shape
         residents = executor.residents
         self.board = ExpertBoard(
