@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +32,7 @@ from tided.engine.dataplane import TorchGroup
 from tided.engine.devices import allocating, refuse_shortage, use_device
 from tided.engine.flight import flight_path
 from tided.engine.leader import LeaderEngine
+from tided.engine.link_probe import LinkSpeed, measure
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Event
 from tided.errors import TideError
@@ -106,6 +108,7 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
                     built.reads.about(),
                     opened.kinds,
                 )
+                engine.data_plane = built.link.about() if built.link else {}
                 _serve(engine, 0, state_dir, loop)
 
 
@@ -184,23 +187,26 @@ def _facts(opened: OpenedModel) -> dict[str, str]:
 @contextmanager
 def _built(opened: OpenedModel, rank: int, pairs: Sequence[Pair], state_dir: Path, loop: LoopSide) -> Iterator[Rank]:
     """The rank with its group and its reader threads, given back at the end."""
-    with _group(opened.settings, rank, loop) as group:
+    with _group(opened.settings, rank, loop) as (group, link):
         with _phase("model", loop), allocating(opened, rank):
             built = build_rank(opened, group, pairs, _Reporter(loop), state_dir / "cache" / f"rank-{rank}")
         log.info("residents: %d experts, %d MB of slots", len(pairs), built.bank.slots.nbytes >> 20)
         with closing(built):
-            yield built
+            yield replace(built, link=link)
 
 
 @contextmanager
-def _group(settings: Settings, rank: int, loop: LoopSide) -> Iterator[Group]:
+def _group(settings: Settings, rank: int, loop: LoopSide) -> Iterator[tuple[Group, LinkSpeed | None]]:
+    """Its link is measured before the model comes: what is slow then is the link."""
     if settings.parallel.ranks == 1:
-        yield Alone()
+        yield Alone(), None
         return
     with _phase("data plane", loop):
         group = TorchGroup(settings, rank)
     with closing(group):
-        yield group
+        link = measure(group, torch.device(settings.engine.device))
+        log.info("data plane: %s", link)
+        yield group, link
 
 
 @contextmanager

@@ -232,6 +232,12 @@ class Parallel(Section, frozen=True):
     )
     data_port: Annotated[int, _doc("node", "TCP port of the data plane's rendezvous.", ge=1, le=65535)] = 5720
     interface: Annotated[str, _doc("node", "Network interface of the data plane; empty: chosen by address.")] = ""
+    hca: Annotated[
+        str, _doc("node", "RDMA adapters of the data plane on CUDA, as NCCL_IB_HCA names them; empty: NCCL chooses.")
+    ] = ""
+    gid_index: Annotated[
+        int, _doc("node", "Their GID, as NCCL_IB_GID_INDEX counts (RoCE v2: often 3); -1: NCCL chooses.", ge=-1, le=255)
+    ] = -1
     key_file: Annotated[
         str,
         _doc(

@@ -51,12 +51,13 @@ async def test_health_and_metrics_tell_the_overlay(serve, tmp_path):
         assert 'overlay="ab12"' in await response.text()
 
 
-async def test_health_tells_where_experts_are_read_from(server, engine, monkeypatch):
+async def test_health_tells_where_experts_are_read_from_and_how_fast_ranks_add(server, engine, monkeypatch):
     reads, plain = {"source": "pack", "in_flight_at_boot": 8, "in_flight_while_serving": 1}, engine.health
-    monkeypatch.setattr(engine, "health", lambda: plain() | {"expert_reads": reads})
+    monkeypatch.setattr(engine, "health", lambda: plain() | {"expert_reads": reads, "data_plane": {"sum_us": 12.0}})
     async with server.session.get("/health") as response:
         body = await response.json()
     assert body["engine_config"]["expert_reads"] == reads
+    assert body["engine_config"]["data_plane"] == {"sum_us": 12.0}
     assert body["engine_config"]["cache"]["context_tokens"] == 4096
     assert "expert_reads" not in body
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tided.engine.dataplane import TorchGroup
+from tided.engine.link_probe import measure
 from tided.errors import TideError
 from tided.settings import Settings
 
@@ -36,6 +37,10 @@ def main(rank, settings, mode, out):
     if mode == "results":
         found = results(group)
         found["calls"] = torch.tensor([group.calls])
+        speed = measure(group, torch.device("cpu"))
+        assert speed.small_s > 0
+        assert speed.about()["large_sum_gb_s"] > 0
+        print(speed, flush=True)
         assert group.seconds > 0
         save_file(found, out)
     elif mode == "hang":

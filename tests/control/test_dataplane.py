@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from tests.control.conftest import make_settings
 from tests.control.group_rank import awkward
-from tided.engine.dataplane import TorchGroup, _interface_of
+from tided.engine.dataplane import TorchGroup, _choose_adapters, _interface_of
 from tided.errors import ConfigError, UnavailableError
+from tided.settings import Parallel
 
 
 @contextmanager
@@ -44,6 +45,7 @@ def started(settings, mode, tmp_path):
 def test_every_rank_has_the_same_bits_added_in_rank_order(tmp_path, ranks):
     with started(make_settings(ranks), "results", tmp_path) as processes:
         assert [process.wait(60) for process in processes] == [0] * ranks
+        assert all("sums of 40 KB in " in process.stdout.read() for process in processes)
     found = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(ranks)]
     for name in found[0].keys() - {"part_small"}:
         assert all(torch.equal(found[0][name], other[name]) for other in found), name
@@ -102,6 +104,17 @@ def _listening_addresses(pids):
                 raw = b"".join(bytes.fromhex(host)[n : n + 4][::-1] for n in range(0, len(host) // 2, 4))
                 found.append(f"{socket.inet_ntop(family, raw)}:{int(port, 16)}")
     return found
+
+
+def test_adapters_are_nccl_s_and_its_alone(monkeypatch):
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_9")
+    monkeypatch.setenv("NCCL_IB_GID_INDEX", "1")
+    _choose_adapters(Parallel(), True)
+    assert (os.environ["NCCL_IB_HCA"], os.environ["NCCL_IB_GID_INDEX"]) == ("mlx5_9", "1")
+    _choose_adapters(Parallel(hca="rocep1s0f0,roceP2p1s0f0", gid_index=0), True)
+    assert (os.environ["NCCL_IB_HCA"], os.environ["NCCL_IB_GID_INDEX"]) == ("rocep1s0f0,roceP2p1s0f0", "0")
+    with pytest.raises(ConfigError, match="only CUDA ranks use"):
+        _choose_adapters(Parallel(gid_index=0), False)
 
 
 def test_a_busy_port_is_named():

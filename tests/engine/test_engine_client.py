@@ -214,6 +214,7 @@ async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
             seq=1,
             last_step_s=0.0,
             expert_reads={"source": "pack"},
+            data_plane={"sum_us": 12.0},
         )
     )
 
@@ -252,6 +253,7 @@ async def test_steps_that_arrive_with_one_wake_up_are_counted_once(monkeypatch):
             seq=1,
             last_step_s=0.0,
             expert_reads={"source": "pack"},
+            data_plane={"sum_us": 12.0},
         )
     )
     answer = client.submit(request("a"))

@@ -33,7 +33,7 @@ async def health(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     engine = dict(context.engine.health())
     status, fault = _STATUS[engine.pop("state")], engine.pop("fault", "")
-    reads = {"expert_reads": engine.pop("expert_reads")} if "expert_reads" in engine else {}
+    measured = {name: engine.pop(name) for name in ("expert_reads", "data_plane") if name in engine}
     body = {
         "status": status,
         "engine": "tidelm",
@@ -42,7 +42,7 @@ async def health(request: web.Request) -> web.Response:
         "overlay": _overlay(context.overlay),
         "max_context": context.served.context_tokens,
         "uptime_s": round(time.monotonic() - context.started_s, 3),
-        "engine_config": {**numbers_of(context.served.settings), **reads},
+        "engine_config": {**numbers_of(context.served.settings), **measured},
     }
     return _json(body | ({"fault": fault} if fault else {}), status=200 if status == "ok" else 503)
 

@@ -20,6 +20,7 @@ from tided.cache.pool import PAGE_TOKENS
 from tided.engine.caching import CachePlan, Caching
 from tided.engine.depth import Depths
 from tided.engine.executor import Executor
+from tided.engine.link_probe import LinkSpeed
 from tided.engine.packing import pack_header
 from tided.engine.scheduler import Limits
 from tided.engine.slots import arena_of
@@ -80,6 +81,7 @@ class Rank:
     residents: Residents
     reads: "ExpertReads"
     executor: Executor
+    link: LinkSpeed | None = None  # between the ranks; None: one alone
 
     def close(self) -> None:
         self.executor.caching.close()

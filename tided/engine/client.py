@@ -37,6 +37,7 @@ class EngineThread(Protocol):
 
     last_step_s: float
     expert_reads: Mapping[str, Any]
+    data_plane: Mapping[str, Any]
     board: ExpertBoard
     figures: Figures
     token_bytes: Sequence[bytes | None]
@@ -230,6 +231,7 @@ class EngineClient:
                 "generation": residency.generation,
                 "mask_hash": residency.mask_hash,
                 "expert_reads": dict(engine.expert_reads),
+                "data_plane": dict(engine.data_plane),
                 "engine_seq": engine.seq,
                 "last_step_age_s": round(time.monotonic() - engine.last_step_s, 3),
             }

@@ -51,6 +51,7 @@ class TorchGroup:
         self.calls, self.seconds = 0, 0.0
         on_cuda = settings.engine.device == "cuda"
         _choose_interface(settings.parallel, rank, "NCCL_SOCKET_IFNAME" if on_cuda else "GLOO_SOCKET_IFNAME")
+        _choose_adapters(settings.parallel, on_cuda)
         self._store = _meet(settings.parallel, rank)
         try:
             dist.init_process_group(
@@ -170,6 +171,19 @@ def _choose_interface(parallel: Parallel, rank: int, variable: str) -> None:
     name = parallel.interface or _interface_of(leader_ip(parallel) if all_local(parallel) else parallel.hosts[rank])
     if name:
         os.environ[variable] = name
+
+
+def _choose_adapters(parallel: Parallel, on_cuda: bool) -> None:
+    """NCCL reads them from the environment, where they stay as they are unless the profile names others."""
+    if (parallel.hca or parallel.gid_index >= 0) and not on_cuda:
+        raise ConfigError(
+            "parallel.hca and parallel.gid_index choose RDMA adapters, which only CUDA ranks use",
+            hint='remove them, or set engine.device = "cuda"',
+        )
+    if parallel.hca:
+        os.environ["NCCL_IB_HCA"] = parallel.hca
+    if parallel.gid_index >= 0:
+        os.environ["NCCL_IB_GID_INDEX"] = str(parallel.gid_index)
 
 
 def _interface_of(host: str) -> str:

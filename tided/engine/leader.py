@@ -64,6 +64,7 @@ class LeaderEngine(Engine):
     ) -> None:
         super().__init__(executor, on_fault, threads)
         self.expert_reads: Mapping[str, Any] = expert_reads or {}  # where experts come from, for who asks
+        self.data_plane: Mapping[str, Any] = {}  # how fast the ranks add, alike
         limits = scheduler.limits
         self.motion = Motion(hot_reads(executor, pilot, kinds), 1 + link.followers, limits.swaps, limits.look_rows)
         scheduler.recalls = Recalls(1 + link.followers, self._held_prefixes)
