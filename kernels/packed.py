@@ -98,16 +98,25 @@ Linear = Plain | Fp8 | Mxfp4 | Exl3 | Stacked
 
 
 def product(x: Tensor, weight: Linear, n: Numerics) -> Tensor:
-    """x [T, K] fp32 times weight [N, K] -> [T, N] fp32. `n` rounds the rotated input of a trellis."""
+    """x [T, K] fp32 times weight [N, K] -> [T, N] fp32. `n` rounds the rotated input of a trellis; with its native
+    rounding x is what bf16 holds, by which devices with kernels multiply."""
+    if x.is_cuda and n.cache is torch.bfloat16 and _has_kernel(weight):
+        from kernels import packed_triton
+
+        return packed_triton.product(x, weight)
     if isinstance(weight, Stacked):
         return torch.cat([product(x, part, n) for part in weight.parts], 1)
     if isinstance(weight, Exl3):
         return torch.cat([_trellis_product(x, weight.matrix.columns(tile), n) for tile in _tiles(weight)], 1)
     if isinstance(weight, Plain) and weight.weight.dtype is torch.float32:
         return matmul(x, weight.weight)
-    if isinstance(weight, Plain) and x.is_cuda and weight.weight.dtype is torch.bfloat16:
-        return by_row(lambda rows: torch.mm(rows.to(torch.bfloat16), weight.weight.t(), out_dtype=torch.float32), x)
     return torch.cat([matmul(x, weight.dense(tile.start, tile.stop)) for tile in _tiles(weight)], 1)
+
+
+def _has_kernel(weight: Linear) -> bool:
+    if isinstance(weight, Stacked):
+        return all(map(_has_kernel, weight.parts))
+    return not isinstance(weight, Plain) or weight.weight.dtype is torch.bfloat16
 
 
 def _trellis_product(x: Tensor, matrix: exl3.Exl3Matrix, n: Numerics) -> Tensor:

@@ -1,0 +1,187 @@
+"""Products of `kernels.packed` on CUDA: weights are read as they are stored, once for up to 16 rows of a decode step
+and once for each 64 rows of a chunk.
+
+Codes become bf16 or fp16 exactly, inputs are bf16 that hold what the model rounded them to, so products are exact and
+sums are fp32; the scale of an FP8 block multiplies the block's sum. K is walked in one order whatever the rows, so a
+row does not depend on its company. A trellis takes three launches: inputs are scaled and rotated into fp16, tiles are
+decoded and multiplied (`exl3_triton._walk`), outputs are rotated back and scaled."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.exl3 import Exl3Matrix
+from kernels.exl3_record import CODEBOOKS
+from kernels.exl3_triton import _hadamard, _place, _walk
+from kernels.packed import Exl3, Fp8, Linear, Mxfp4, Plain, Stacked
+from kernels.rounding_triton import INTERPRETED
+from kernels.rows import ROWS
+
+CHUNK_ROWS = 64
+BLOCK = 128  # of K at a time: one scale block of FP8
+OUTPUTS = 32
+BF16, FP8, MXFP4 = range(3)
+
+
+@triton.jit
+def _narrow(value):
+    """fp32 that bf16 holds, as the dtype that is multiplied."""
+    if INTERPRETED:
+        return value
+    else:
+        return value.to(tl.bfloat16)
+
+
+@triton.jit
+def _times(weights, x, acc):
+    if INTERPRETED:
+        return tl.dot(weights, x.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(weights, x, acc)
+
+
+@triton.jit
+def _e4m3(code):
+    """code uint8 -> its value, fp32: seven bits in an fp32's place are the value x 2^-120."""
+    wide = code.to(tl.int32)
+    bits = ((wide & 0x7F) << 20) | ((wide & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
+def _e2m1(code, power):
+    """code int32, 4 bits; power int32, a UE8M0 scale -> fp32."""
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    normal = ((exponent + 126) << 23) | (mantissa << 22)
+    bits = tl.where(exponent > 0, normal, tl.where(mantissa > 0, 0x3F000000, 0))
+    value = bits.to(tl.float32, bitcast=True) * (power << 23).to(tl.float32, bitcast=True)
+    return tl.where(code > 7, -value, value)
+
+
+@triton.jit
+def _product(
+    x, w, scale, out, rows, width, outs, skipped_rows, skipped_columns, scale_width,
+    FORMAT: tl.constexpr, M: tl.constexpr, OUT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """x [rows, width] bf16, w [outs, ..] -> out [rows, outs] fp32: OUT outputs of M rows."""
+    column = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    row = tl.minimum(column, outs - 1).to(tl.int64)
+    m = tl.program_id(1) * M + tl.arange(0, M)
+    live = (m < rows)[None, :]
+    x_at = x + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * width
+    acc = tl.zeros([OUT, M], tl.float32)
+    for block in range(0, tl.cdiv(width + skipped_columns, BK)):
+        if FORMAT == 2:
+            byte = block * (BK // 2) + tl.arange(0, BK // 2)
+            here = byte < width // 2
+            codes = tl.load(w + row[:, None] * (width // 2) + byte[None, :], mask=here[None, :], other=0).to(tl.int32)
+            power = tl.load(scale + row[:, None] * scale_width + (byte // 16)[None, :], mask=here[None, :], other=127)
+            even = tl.load(x_at + 2 * byte[:, None], mask=live & here[:, None], other=0.0)
+            odd = tl.load(x_at + 2 * byte[:, None] + 1, mask=live & here[:, None], other=0.0)
+            acc = _times(_narrow(_e2m1(codes & 15, power.to(tl.int32))), even, acc)
+            acc = _times(_narrow(_e2m1(codes >> 4, power.to(tl.int32))), odd, acc)
+        else:
+            k = block * BK - skipped_columns + tl.arange(0, BK)
+            here = (k >= 0) & (k < width)
+            inputs = tl.load(x_at + k[:, None], mask=live & here[:, None], other=0.0)
+            weights = tl.load(w + row[:, None] * width + k[None, :], mask=here[None, :], other=0)
+            if FORMAT == 1:
+                part = _times(_narrow(_e4m3(weights)), inputs, tl.zeros([OUT, M], tl.float32))
+                acc += part * tl.load(scale + (row + skipped_rows) // 128 * scale_width + block)[:, None]
+            elif INTERPRETED:
+                acc = _times(weights.to(tl.float32), inputs, acc)
+            else:
+                acc = _times(weights, inputs, acc)
+    tl.store(out + m.to(tl.int64)[None, :] * outs + column[:, None], acc, mask=live & (column < outs)[:, None])
+
+
+@triton.jit
+def _rotate(x, suh, turned, inputs, BLOCKS: tl.constexpr):
+    """turned [rows, inputs] fp16: BLOCKS blocks of a row, scaled and rotated, in the order of `_place`."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    here = column < inputs
+    value = tl.load(x + row * inputs + column, mask=here, other=0.0).to(tl.float32)
+    value = _hadamard(value * tl.load(suh + column, mask=here, other=0.0).to(tl.float32), BLOCKS)
+    tl.store(turned + row * inputs + _place(column), value.to(tl.float16), mask=here)
+
+
+@triton.jit
+def _trellis(
+    words, x, parts, rows, inputs, outs,
+    HALF: tl.constexpr, BOOK: tl.constexpr, M: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """ACROSS tile columns, a part of K, of M rows: parts [SPLITS, rows, outs] fp32."""
+    tile, part = tl.program_id(0) * ACROSS, tl.program_id(2)
+    m = tl.program_id(1) * M + tl.arange(0, M)
+    valid, found = m < rows, tl.minimum(m, rows - 1).to(tl.int64)
+    tiles = inputs // 16 // SPLITS
+    acc = _walk(
+        tl.zeros([M, ACROSS * 16], tl.float32), x + found * inputs, words + tile.to(tl.int64) * HALF * 4,
+        part * tiles, tiles, outs // 16, valid, HALF, BOOK, M, DOWN, ACROSS, STAGES, ASM,
+    )  # fmt: skip
+    turned = tl.arange(0, ACROSS * 16)
+    turned = (turned & ~15) + (turned & 1) * 8 + ((turned >> 1) & 7)  # columns come as c[2:0], c[3]
+    out = parts + (part.to(tl.int64) * rows + found) * outs
+    tl.store(out[:, None] + (tile * 16 + turned)[None, :], acc, mask=valid[:, None])
+
+
+@triton.jit
+def _rotate_back(parts, svh, out, rows, outs, SPLITS: tl.constexpr):
+    """One block of 128 outputs of a row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * 128 + tl.arange(0, 128)[None, :]
+    total = tl.load(parts + row * outs + column)
+    for part in tl.static_range(1, SPLITS):
+        total += tl.load(parts + (part * rows + row) * outs + column)
+    tl.store(out + row * outs + column, _hadamard(total, 1) * tl.load(svh + column).to(tl.float32))
+
+
+def product(x: Tensor, weight: Linear) -> Tensor:
+    """x [T, K] fp32 that bf16 holds -> [T, N] fp32, with the native rounding of a trellis's input."""
+    x = x.to(torch.bfloat16).contiguous()
+    if isinstance(weight, Stacked):
+        return torch.cat([_one(x, part) for part in weight.parts], 1)
+    return _one(x, weight)
+
+
+def _one(x: Tensor, weight: Linear) -> Tensor:
+    if isinstance(weight, Exl3):
+        return _of_trellis(x, weight.matrix)
+    rows, (outs, width) = len(x), weight.shape
+    out = torch.empty(rows, outs, dtype=torch.float32, device=x.device)
+    m = ROWS if rows <= ROWS else CHUNK_ROWS
+    held, scale, kind, skipped = _operands(weight)
+    _product[(-(-outs // OUTPUTS), -(-rows // m))](
+        x, held, scale, out, rows, width, outs, *skipped, scale.shape[-1],
+        FORMAT=kind, M=m, OUT=OUTPUTS, BK=BLOCK,
+    )  # fmt: skip
+    return out
+
+
+def _operands(weight: Linear) -> tuple[Tensor, Tensor, int, tuple[int, int]]:
+    if isinstance(weight, Fp8):
+        return weight.codes, weight.scale.contiguous(), FP8, weight.skipped
+    if isinstance(weight, Mxfp4):
+        return weight.codes, weight.scale, MXFP4, (0, 0)
+    assert isinstance(weight, Plain), "trellises and stacks are taken apart before"
+    return weight.weight, weight.weight, BF16, (0, 0)
+
+
+def _of_trellis(x: Tensor, matrix: Exl3Matrix) -> Tensor:
+    rows, (inputs, outs) = len(x), matrix.shape
+    m = ROWS if rows <= ROWS else CHUNK_ROWS
+    down, across = (4, 4) if m == ROWS else (2, 8)
+    splits = next(parts for parts in (4, 2, 1) if inputs // 16 % (parts * down) == 0) if m == ROWS else 1
+    turned = torch.empty(rows, inputs, dtype=torch.float16, device=x.device)
+    parts = torch.empty(splits, rows, outs, dtype=torch.float32, device=x.device)
+    out = torch.empty(rows, outs, dtype=torch.float32, device=x.device)
+    _rotate[(rows, -(-inputs // 1024))](x, matrix.suh, turned, inputs, BLOCKS=8)
+    _trellis[(outs // 16 // across, -(-rows // m), splits)](
+        matrix.trellis.view(torch.int32), turned, parts, rows, inputs, outs,
+        HALF=matrix.half_bits, BOOK=CODEBOOKS.index(matrix.codebook), M=m, DOWN=down, ACROSS=across, SPLITS=splits,
+        STAGES=3, ASM=not INTERPRETED.value,
+    )  # fmt: skip
+    _rotate_back[(rows, outs // 128)](parts, matrix.svh, out, rows, outs, SPLITS=splits, num_warps=1)
+    return out
