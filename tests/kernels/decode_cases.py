@@ -22,6 +22,7 @@ from kernels import (
     linear_triton,
     router,
     router_triton,
+    sampling_triton,
 )
 from kernels.attention import latent_attention
 from kernels.compressor import pool_groups
@@ -441,6 +442,19 @@ def case_engram() -> None:
         held = half(streams)
         engram_triton.mix_(held, half(projected), there(weight))
         within(f"streams of {hidden}", held, wanted, 1e-3)
+
+
+def case_likeliest() -> None:
+    for rows, width in [(1, 5), (3, 5000), (2, 33_000)] + ([(6, 129_280)] if LARGE else []):
+        logits = torch.randint(-9, 9, (rows, width), generator=draw).float()  # many equals
+        logits[-1] = -3.0
+        wanted = torch.where(logits == logits.amax(1, keepdim=True), torch.arange(width), width).amin(1)
+        for _ in range(2):
+            assert torch.equal(sampling_triton.likeliest(there(logits)).cpu(), wanted), f"{rows} rows of {width}"
+        for strange in (float("nan"), float("inf"), float("-inf")):
+            logits[-1, width // 2] = strange
+            got = sampling_triton.likeliest(there(logits)).cpu()
+            assert torch.equal(got, torch.cat([wanted[:-1], torch.tensor([-1])])), f"{strange} among {width}"
 
 
 def spare(book: DemandTap) -> list[Tensor]:

@@ -74,14 +74,24 @@ def sample(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
 
 def sample_there(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
     """`sample` without looking at the device but once, for the ids; -1 stands for logits that are no numbers."""
-    best = first_max(logits)
+    best = _likeliest(logits)
     for number, (sampling, position) in enumerate(rows):
         if sampling.temperature > 0:
-            best[number] = draw_there(logits[number], sampling, noise(sampling.seed, position))
-    ids: list[int] = torch.where(torch.isfinite(logits).all(), best, -1).tolist()
+            drawn = draw_there(logits[number], sampling, noise(sampling.seed, position))
+            best[number] = torch.where(best[number] < 0, best[number], drawn)
+    ids: list[int] = best.tolist()
     if -1 in ids:
         raise _no_numbers()
     return ids
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """logits [R, vocab] -> [R] int64: the lowest id among equals, -1 for a row with what is no number."""
+    if not logits.is_cuda:
+        return torch.where(torch.isfinite(logits).all(-1), first_max(logits), -1)
+    from kernels.sampling_triton import likeliest  # a compiler, which a CPU need not have
+
+    return likeliest(logits.contiguous())
 
 
 def _no_numbers() -> PairError:
