@@ -6,10 +6,9 @@ from itertools import accumulate
 from typing import Annotated, ClassVar
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
-from kernels.exl3_record import CODEBOOKS, HEADER_BYTES, Exl3Record, Stored, stored_of
+from kernels.exl3_record import CODEBOOKS, Exl3Record, Stored, stored_of
 from kernels.record import PAGE_BYTES
 from packers.pack_header import PackHeader
 
@@ -92,27 +91,3 @@ def exl3_header_of(
         experts=experts,
         matrices="".join(map(_text, stored)),
     )
-
-
-def cut_exl3(whole: memoryview, record: Exl3Record, rank: int, out: memoryview) -> None:
-    """The rank's record, from that of one rank alone. Both have their own stored sizes, uint8."""
-    uncut = Exl3Record(record.hidden, record.intermediate, 1)
-    source, target = np.frombuffer(whole, np.uint8), np.frombuffer(out, np.uint8)
-    stored = stored_of(bytes(whole[:HEADER_BYTES]))
-    target[:HEADER_BYTES] = source[:HEADER_BYTES]
-    for number, (all_values, values) in enumerate(zip(uncut.lengths, record.lengths, strict=True)):
-        skipped = rank * values if all_values != values else 0
-        begin = uncut.offsets[number] + 2 * skipped
-        target[record.offsets[number] :][: 2 * values] = source[begin : begin + 2 * values]
-    begin, at = uncut.offsets[-1], record.offsets[-1]
-    for number, bits in enumerate(stored.half_bits):
-        whole_bytes, nbytes = uncut.trellis_bytes(bits), record.trellis_bytes(bits)
-        tiles, share = source[begin : begin + whole_bytes], target[at : at + nbytes]
-        if number == 2:  # rows of down
-            share[:] = tiles[rank * nbytes : (rank + 1) * nbytes]
-        else:  # columns of gate and up
-            rows = record.tiles(number)[0]
-            width = nbytes // rows
-            share.reshape(rows, width)[:] = tiles.reshape(rows, -1)[:, rank * width : (rank + 1) * width]
-        begin, at = begin + whole_bytes, at + nbytes
-    target[at:] = 0

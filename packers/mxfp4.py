@@ -2,7 +2,6 @@
 
 from typing import Annotated, ClassVar
 
-import numpy as np
 from msgspec import Meta
 
 from kernels.record import PAGE_BYTES, ExpertRecord
@@ -49,15 +48,3 @@ def header_of(model: str, record: ExpertRecord, rank: int, layers: int, experts:
         experts=experts,
         record_bytes=record.slot_bytes,
     )
-
-
-def cut(whole: memoryview, record: ExpertRecord, rank: int, out: memoryview) -> None:
-    """The rank's record, from that of one rank alone. whole [uncut.slot_bytes], out [record.slot_bytes], uint8."""
-    uncut = ExpertRecord(record.hidden, record.intermediate, 1)
-    source, target = np.frombuffer(whole, np.uint8), np.frombuffer(out, np.uint8)
-    for index, (a, b) in enumerate(zip(uncut.parts, record.parts, strict=True)):
-        rows = source[a.offset : a.offset + a.nbytes].reshape(a.rows, a.row_bytes)
-        columns = index % 3 == 2  # w2 is cut by columns, w1 and w3 by rows
-        share = rows[:, rank * b.row_bytes :][:, : b.row_bytes] if columns else rows[rank * b.rows :][: b.rows]
-        target[b.offset : b.offset + b.nbytes].reshape(b.rows, b.row_bytes)[:] = share
-    target[record.nbytes :] = 0

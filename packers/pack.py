@@ -25,8 +25,10 @@ from tided.errors import DataError, PermissionError_, UnavailableError
 FLUSH_BYTES = 256 << 20  # of records between two flushes; a kill loses no more than this
 READ_TIMEOUT_S = 120.0  # for one expert: the source's disk is gone
 READERS = 4
+AT_ONCE = READERS + 1  # at most so many experts in a row are being read or written
 
-# (layer, expert) -> the record of each pack, in the order of the packs.
+# (layer, expert) -> the record of each pack, in the order of the packs. READERS threads call it; what it gave is needed
+# until it is asked for the expert AT_ONCE behind.
 ReadRecords = Callable[[int, int], Sequence[memoryview]]
 
 

@@ -15,12 +15,12 @@ from kernels.exl3_record import Exl3Record, Stored, header_of, stored_of
 from kernels.experts import pick_outputs
 from kernels.numerics import FP32, WEIGHTS_ONLY
 from packers.exl3 import refuse_exports
-from packers.exl3_pack import cut_exl3
 from packers.shards import Checkpoint
 from tided.errors import DataError, TensorError
 from tided.experts.checkpoint import described, source_of
 from tided.experts.exl3_source import Exl3Source
 from tided.experts.pack import PackSource
+from tided.experts.source import EveryRank
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "exl3-checkpoint"
 D, INNER, EXPERTS = 256, 256, 8
@@ -109,13 +109,17 @@ def test_a_released_record_has_its_published_bytes():
     assert bytes_of == {2: 4_763_648, 3: 7_122_944, 4: 9_482_240, 8: 18_919_424}
 
 
-def test_one_pass_cuts_a_whole_record_into_those_of_the_ranks():
-    for rank in range(2):
-        whole, one = read(source(), 0, 3)[0].numpy(), source(2, rank)
-        wanted = read(one, 0, 3)[0]
-        out = torch.full_like(wanted, 0xAA)
-        cut_exl3(whole.data, one.record, rank, out.numpy().data)
-        assert torch.equal(out, wanted)
+def test_one_pass_reads_the_records_of_all_ranks_once():
+    parts = [source(2, rank) for rank in range(2)]
+    every = EveryRank(parts)
+    for layer, expert in [(0, 3), (1, 5), (2, 0)]:
+        room = torch.full((every.slot_bytes(layer, expert),), 0xAA, dtype=torch.uint8)
+        before = every.stats
+        every.read(layer, expert, room.numpy().data)
+        assert torch.equal(room, torch.cat([read(one, layer, expert)[0] for one in parts]))
+        assert every.stats.reads == before.reads + 1, "an expert lies in one run"
+        whole = sum(3 * bits for bits in every._sources[0].stored(layer, expert).half_bits) * D * INNER // 16 // 3
+        assert every.stats.read_bytes - before.read_bytes < whole + 4096
 
 
 def test_room_for_the_largest_takes_any_record_and_what_is_behind_stays():

@@ -9,14 +9,14 @@ from expert_fakes import EXPERTS, LAYERS, TOP_K, expert_names, first, golden, go
 from msgspec.structs import replace
 
 import tided.experts.files as files
-from packers.mxfp4 import cut, header_of
+from packers.mxfp4 import header_of
 from packers.pack import pack
 from tided.errors import DataError
 from tided.experts.arena import Arena
 from tided.experts.io import Depths, IoScheduler
 from tided.experts.pack import PackSource
 from tided.experts.residents import Residents
-from tided.experts.source import CheckpointSource
+from tided.experts.source import CheckpointSource, EveryRank
 from tided.experts.tables import RoutingTables
 
 PAIRS = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
@@ -30,15 +30,14 @@ def header(rank, ranks):
 def packs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("packs")
     for ranks in (1, 2):
-        whole = CheckpointSource(golden(), expert_names, golden_record(1), 0)
+        parts = [CheckpointSource(golden(), expert_names, golden_record(ranks), rank) for rank in range(ranks)]
+        source = EveryRank(parts)
 
-        def read(layer, expert, ranks=ranks, whole=whole):
-            record = golden_record(ranks)
-            data, outs = aligned(golden_record(1).slot_bytes), [aligned(record.slot_bytes) for _ in range(ranks)]
-            whole.read(layer, expert, data)
-            for rank, out in enumerate(outs):
-                cut(data, record, rank, out)
-            return outs
+        def read(layer, expert, source=source):
+            room = aligned(source.slot_bytes(layer, expert))
+            source.read(layer, expert, room)
+            each = len(room) // source.ranks
+            return [room[begin : begin + each] for begin in range(0, len(room), each)]
 
         pack(directory, [header(rank, ranks) for rank in range(ranks)], read, lambda done, total: None)
     return directory

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from kernels.record import PAGE_BYTES, ExpertRecord
-from packers.mxfp4 import Header, cut, header_of
+from packers.mxfp4 import Header, header_of
 from packers.pack import pack
 from packers.packs import Pack, decode_header, encode_header
 from tided.errors import DataError
@@ -127,18 +127,3 @@ def test_what_is_no_finished_pack_is_told_apart(tmp_path):
 def test_a_header_that_contradicts_itself_is_refused_though_its_checksum_is_right(tmp_path, wrong):
     with pytest.raises(DataError, match="the header"):
         decode_header(encode_header(replace(HEADER, **wrong), Header.MAGIC), tmp_path / "x")
-
-
-def test_a_record_of_all_is_cut_into_those_of_the_ranks():
-    whole = ExpertRecord(64, 128, 1)
-    data = np.random.default_rng(0).integers(0, 256, whole.slot_bytes, dtype=np.uint8)
-    for ranks in (1, 2, 4):
-        record = ExpertRecord(64, 128, ranks)
-        outs = [bytearray(b"\xaa" * record.slot_bytes) for _ in range(ranks)]
-        for rank, out in enumerate(outs):
-            cut(data.data, record, rank, memoryview(out))
-            assert not any(out[record.nbytes :])
-        for index, (a, b) in enumerate(zip(whole.parts, record.parts, strict=True)):
-            shares = [np.frombuffer(out, np.uint8)[b.offset : b.offset + b.nbytes].reshape(b.rows, -1) for out in outs]
-            together = np.concatenate(shares, axis=1 if index % 3 == 2 else 0)
-            assert np.array_equal(together.ravel(), data[a.offset : a.offset + a.nbytes])

@@ -1,22 +1,23 @@
 """A checkpoint's experts as packs: what joins a model family, a checkpoint and the writer of packs."""
 
-from collections.abc import Sequence
+import mmap
+from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 from msgspec.structs import replace
 
 from kernels.exl3_record import Exl3Record
-from packers.exl3_pack import Exl3Header, cut_exl3, exl3_header_of
-from packers.mxfp4 import Header, cut, header_of
-from packers.pack import ReadRecords, pack
+from kernels.record import PAGE_BYTES
+from packers.exl3_pack import exl3_header_of
+from packers.mxfp4 import header_of
+from packers.pack import AT_ONCE, ReadRecords, pack
 from packers.pack_header import PackHeader
 from packers.packs import Progress
 from packers.shards import Checkpoint
 from tided.errors import DataError, UsageError
 from tided.experts.checkpoint import source_of
 from tided.experts.exl3_source import Exl3Source
-from tided.experts.source import RunSource
+from tided.experts.source import EveryRank
 from tided.models.families import Family, family_of
 
 
@@ -40,10 +41,10 @@ def pack_checkpoint(
             hint="tidectl pack --checkpoint DIR packs whatever they are stored in",
         )
     headers = [replace(header, rank=r) for r in (range(ranks) if rank is None else [rank])]
-    whole = family.expert_record(checkpoint, 1 if rank is None else ranks)
-    source = source_of(checkpoint, family.expert_names(checkpoint), whole, rank or 0)
+    names, record = family.expert_names(checkpoint), family.expert_record(checkpoint, ranks)
+    source = EveryRank([source_of(checkpoint, names, record, header.rank) for header in headers])
     try:
-        return pack(directory, headers, _reader(source, whole.ranks, headers), progress)
+        return pack(directory, headers, _reader(source, header.experts), progress)
     finally:
         source.close()
 
@@ -65,26 +66,17 @@ def pack_header(checkpoint: Checkpoint, family: Family, rank: int, ranks: int) -
     return header_of(identity, record, rank, *sizes)
 
 
-def _reader(source: RunSource, ranks: int, headers: Sequence[PackHeader]) -> ReadRecords:
-    """Reads the records of a source of so many `ranks`: the only rank's own, or whole experts that are cut into every
-    rank's."""
+def _reader(source: EveryRank, experts: int) -> ReadRecords:
+    """Into rooms that are used in turns, and so are memory already when they are read into. `experts`: of a layer."""
+    rooms = [mmap.mmap(-1, PAGE_BYTES) for _ in range(AT_ONCE)]
 
     def read(layer: int, expert: int) -> list[memoryview]:
-        whole = _room(source.slot_bytes(layer, expert))
-        source.read(layer, expert, whole)
-        if headers[0].ranks == ranks:
-            return [whole]
-        number = layer * headers[0].experts + expert
-        outs = [_room(header.nbytes(number)) for header in headers]
-        for header, out in zip(headers, outs, strict=True):
-            if isinstance(header, Exl3Header):
-                cut_exl3(whole, header.record, header.rank, out)
-            elif isinstance(header, Header):
-                cut(whole, header.record, header.rank, out)
-        return outs
+        sizes, turn = source.sizes(layer, expert), (layer * experts + expert) % AT_ONCE
+        if len(rooms[turn]) < sum(sizes):
+            rooms[turn] = mmap.mmap(-1, sum(sizes))
+        room = memoryview(rooms[turn])[: sum(sizes)]
+        source.read(layer, expert, room)
+        begins = accumulate(sizes, initial=0)
+        return [room[begin : begin + nbytes] for begin, nbytes in zip(begins, sizes, strict=False)]
 
     return read
-
-
-def _room(nbytes: int) -> memoryview:
-    return np.empty(nbytes, np.uint8).data

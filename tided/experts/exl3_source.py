@@ -53,7 +53,7 @@ class Exl3Source(RunSource):
         for number, matrix in enumerate(matrices):
             for place, scales, part in self._places(number, matrix):
                 if is_signs(scales):
-                    values = exl3.signs(self._checkpoint.read(scales.name))[part].numpy()
+                    values = exl3.signs(self.checkpoint.read(scales.name))[part].numpy()
                     begin = self.record.offsets[place]
                     out[begin : begin + values.nbytes] = values.view(np.uint8)
 
@@ -63,7 +63,7 @@ class Exl3Source(RunSource):
             d, inner = self.record.hidden, self.record.intermediate
             sides = ((d, inner), (d, inner), (inner, d))
             names = zip(self._names(layer, expert), sides, strict=True)
-            found = self._found[layer, expert] = [matrix_of(self._checkpoint, name, *side) for name, side in names]
+            found = self._found[layer, expert] = [matrix_of(self.checkpoint, name, *side) for name, side in names]
         return found
 
     def _places(self, number: int, matrix: StoredMatrix) -> list[tuple[int, TensorInfo, slice]]:

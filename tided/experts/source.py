@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -59,8 +59,8 @@ class RunSource:
     def __init__(self, checkpoint: Checkpoint, ranks: int, rank: int) -> None:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
-        self.rank = rank
-        self._checkpoint = checkpoint
+        self.ranks, self.rank = ranks, rank
+        self.checkpoint = checkpoint
         self._files: dict[Path, RangeFile] = {}
         self._staging = Staging()
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class RunSource:
         for run in runs:
             self._read_run(run, slot)
         self.finish(layer, expert, slot)
-        self._count(sum(run[-1].end - run[0].begin for run in runs), len(runs), time.perf_counter() - began)
+        self._count(sum(map(_run_bytes, runs)), len(runs), time.perf_counter() - began)
 
     def close(self) -> None:
         """No read may be running or follow."""
@@ -99,7 +99,7 @@ class RunSource:
             self._files.clear()
 
     def _read_run(self, run: list[Cut], slot: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
-        begin, nbytes = run[0].begin, run[-1].end - run[0].begin
+        begin, nbytes = run[0].begin, _run_bytes(run)
         buffer = self._staging.buffer(span_bytes(begin, nbytes))
         read = np.frombuffer(self._file(run[0].path).read(begin, nbytes, buffer), dtype=np.uint8)
         for cut in run:
@@ -150,12 +150,41 @@ class CheckpointSource(RunSource):
         out[self.record.nbytes :] = 0
 
     def _cut(self, index: int, part: Part, shape: tuple[int, int], name: str) -> Cut:
-        info = _byte_tensor(self._checkpoint, name, shape)
+        info = _byte_tensor(self.checkpoint, name, shape)
         if index % 3 == W2:
             columns = slice(self.rank * part.row_bytes, (self.rank + 1) * part.row_bytes)
             return Cut(info.path, info.offset, info.offset + info.nbytes, part, columns)
         begin = info.offset + self.rank * part.nbytes
         return Cut(info.path, begin, begin + part.nbytes, part, slice(None))
+
+
+class EveryRank(RunSource):
+    """The records of all ranks, one behind the other, of which every byte is read once."""
+
+    def __init__(self, sources: Sequence[RunSource]) -> None:
+        super().__init__(sources[0].checkpoint, len(sources), 0)
+        self._sources = sources
+
+    def slot_bytes(self, layer: int, expert: int) -> int:
+        return sum(self.sizes(layer, expert))
+
+    def sizes(self, layer: int, expert: int) -> list[int]:
+        """Bytes of each rank's record."""
+        return [source.slot_bytes(layer, expert) for source in self._sources]
+
+    def cuts(self, layer: int, expert: int) -> list[Cut]:
+        begins = accumulate(self.sizes(layer, expert), initial=0)
+        return [
+            replace(cut, part=replace(cut.part, offset=begin + cut.part.offset))
+            for source, begin in zip(self._sources, begins, strict=False)
+            for cut in source.cuts(layer, expert)
+        ]
+
+    def finish(self, layer: int, expert: int, out: "npt.NDArray[np.uint8]") -> None:
+        begin = 0
+        for source, nbytes in zip(self._sources, self.sizes(layer, expert), strict=True):
+            source.finish(layer, expert, out[begin : begin + nbytes])
+            begin += nbytes
 
 
 W2 = 2  # parts 2 and 5 of a record; cut by columns, so a rank reads all of it
@@ -174,8 +203,13 @@ def _byte_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> T
     return info
 
 
+def _run_bytes(run: list[Cut]) -> int:
+    return max(cut.end for cut in run) - run[0].begin
+
+
 def _runs(cuts: list[Cut]) -> Iterator[list[Cut]]:
-    """Cuts that lie side by side in one file, by offset. No two cuts overlap: the shard's header was checked."""
+    """Cuts that lie side by side in one file, by offset. Those of one rank do not overlap: the shard's header was
+    checked. Those of several may be of the same tensor."""
     for _, same_file in groupby(sorted(cuts, key=lambda c: (c.path, c.begin)), key=lambda c: c.path):
         run: list[Cut] = []
         for cut in same_file:

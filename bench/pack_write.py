@@ -1,0 +1,135 @@
+"""Packs EXL3 experts of GLM-5.3's shapes, next to `cp` of as many bytes as the packs have: from and to the same disk,
+in turns, the page cache emptied of both before each.
+
+    python bench/pack_write.py [--gb 2] [--rounds 3] [--dir DIR]
+
+`all`: the packs of two ranks in one pass; `one`: that of rank 0 alone, for which most of the checkpoint is read too.
+`share` is our rate over cp's, the median of the rounds. Rates are of bytes written, flushed to the device.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from kernels.exl3_record import Exl3Record
+from tided.engine.packing import pack_checkpoint
+from tided.errors import TideError
+
+HIDDEN, INNER, LAYERS, RANKS = 6144, 2048, 1, 2
+WIDTHS = [(4, 4, 4), (4, 4, 6), (6, 6, 6), (6, 6, 8), (8, 8, 8)]  # half bits of gate, up and down, in turns
+CONFIG = {
+    "model_type": "glm_moe_dsa", "vocab_size": 128, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+    "intermediate_size": 128, "moe_intermediate_size": INNER, "first_k_dense_replace": 0, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "hidden_act": "silu", "num_attention_heads": 2, "q_lora_rank": 128,
+    "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "rope_parameters": {"rope_theta": 10000.0}, "rms_norm_eps": 1e-5, "index_n_heads": 2, "index_head_dim": 128,
+    "index_topk": 64, "max_position_embeddings": 4096, "eos_token_id": [1],
+}  # fmt: skip
+
+
+def checkpoint(directory: Path, gb: float) -> Path:
+    """Random experts, as the converter writes them: the markers between the trellises, nothing aligned."""
+    mean = sum(Exl3Record(HIDDEN, INNER, 1).trellis_bytes(sum(widths)) for widths in WIDTHS) / len(WIDTHS)
+    experts = max(8, round(gb * 1e9 / mean))
+    tensors, at = {}, 0
+    for expert in range(experts):
+        for part, bits in zip(("gate", "up", "down"), WIDTHS[expert % len(WIDTHS)], strict=True):
+            k, n = (INNER, HIDDEN) if part == "down" else (HIDDEN, INNER)
+            name = f"model.layers.0.mlp.experts.{expert}.{part}_proj"
+            leaves = (("suh", "F16", [k], 2 * k), ("svh", "F16", [n], 2 * n), ("mcg", "I32", [], 4))
+            trellis = ("trellis", "I16", [k // 16, n // 16, 8 * bits], k * n * bits // 16)
+            for leaf, dtype, shape, nbytes in (*leaves, trellis):
+                tensors[f"{name}.{leaf}"] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + nbytes]}
+                at += nbytes
+    header, noise = json.dumps(tensors).encode(), np.random.default_rng(0).bytes(64 << 20)
+    directory.mkdir()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for begin in range(0, at, len(noise)):
+            file.write(noise[: at - begin])
+        file.flush()
+        os.fsync(file.fileno())
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"n_routed_experts": experts}))
+    return directory
+
+
+def forget(*paths: Path) -> None:
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def timed(act: Callable[[], None]) -> float:
+    began_s = time.perf_counter()
+    act()
+    return time.perf_counter() - began_s
+
+
+def packed(source: Path, out: Path, rank: int | None) -> tuple[int, float]:
+    """(bytes of the packs, seconds)."""
+    forget(source / "model.safetensors")
+    seconds = timed(lambda: pack_checkpoint(source, RANKS, rank, out, lambda *_: None, "exl3"))  # type: ignore[func-returns-value]
+    nbytes = sum(path.stat().st_size for path in out.iterdir())
+    shutil.rmtree(out)
+    return nbytes, seconds
+
+
+def copied(source: Path, out: Path, nbytes: int) -> float:
+    """Seconds that cp and a flush take for a file of so many bytes, which is made before."""
+    part = source / "part"
+    if not part.exists() or part.stat().st_size != nbytes:
+        with part.open("wb") as file, (source / "model.safetensors").open("rb") as whole:
+            while (left := nbytes - file.tell()) > 0:
+                file.write(whole.read(min(left, 64 << 20)) or bytes(min(left, 64 << 20)))
+            file.flush()
+            os.fsync(file.fileno())
+    forget(part)
+
+    def act() -> None:
+        subprocess.run(["cp", str(part), str(out)], check=True)
+        fd = os.open(out, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+    seconds = timed(act)
+    out.unlink()
+    return seconds
+
+
+def main(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(dir=options.dir) as name:
+        folder = Path(name)
+        source = checkpoint(folder / "checkpoint", options.gb)
+        for title, rank in (("all", None), ("one", 0)):
+            shares = []
+            for _ in range(options.rounds):
+                nbytes, ours_s = packed(source, folder / "packs", rank)
+                cp_s = copied(source, folder / "copy", nbytes)
+                shares.append(cp_s / ours_s)
+                ours, theirs = (f"{nbytes / seconds / 1e9:.2f} GB/s" for seconds in (ours_s, cp_s))
+                print(f"{title}: {nbytes / 1e9:.2f} GB, packing {ours}, cp {theirs}", flush=True)
+            print(f"{title}: share {statistics.median(shares):.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", type=Path, default=None)
+    try:
+        main(parser.parse_args())
+    except TideError as error:
+        sys.exit(str(error))
