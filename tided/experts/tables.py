@@ -52,7 +52,8 @@ class Seen(NamedTuple):
 
 
 class Together(NamedTuple):
-    """What n layers of one step routed for the same rows: layers [n] int64, each once; the rest as `Seen`, stacked."""
+    """What n layers of one step routed for the same rows: layers [n] int64, each once; the rest as `Seen`, stacked.
+    `lanes`: of the rows, where the host knows them; it must ask the device otherwise, if rows are given up."""
 
     layers: Tensor
     lane_of_row: Tensor
@@ -61,16 +62,17 @@ class Together(NamedTuple):
     weights: Tensor
     missed: Tensor
     read: Tensor | None
+    lanes: tuple[int, ...] | None = None
 
     def rows(self, rows: Tensor) -> "Together":
-        layers, lanes, wanted, scores, weights, missed, read = self
+        layers, lanes, wanted, scores, weights, missed, read, _ = self
         w, s, v, m = (part[:, rows].contiguous() for part in (wanted, scores, weights, missed))
         return Together(layers, lanes[rows], w, s, v, m, None if read is None else read[:, rows].contiguous())
 
     def copied(self) -> "Together":
-        layers, lanes, wanted, scores, weights, missed, read = self
+        layers, lanes, wanted, scores, weights, missed, read, known = self
         w, s, v, m = (part.clone() for part in (wanted, scores, weights, missed))
-        return Together(layers, lanes.clone(), w, s, v, m, None if read is None else read.clone())
+        return Together(layers, lanes.clone(), w, s, v, m, None if read is None else read.clone(), known)
 
 
 class Wish(NamedTuple):
@@ -185,26 +187,29 @@ class DemandTap:
             seen = [one for one in seen if one.lane_of_row is not rows]
         self._kept = {}
 
-    def _counting(self, lane_of_row: Tensor) -> Tensor | None:
+    def _counting(self, seen: Together) -> Tensor | None:
         """The rows that count; None: all."""
         if not self._kept:
             return None
         count, rows = Counter[int](), []
-        for row, lane in enumerate(lane_of_row.tolist()):
-            if count[lane] < self._kept.get(lane, lane_of_row.numel()):
+        lanes = seen.lane_of_row.tolist() if seen.lanes is None else seen.lanes
+        for row, lane in enumerate(lanes):
+            if count[lane] < self._kept.get(lane, len(lanes)):
                 rows.append(row)
             count[lane] += 1
-        return torch.tensor(rows, dtype=torch.int64, device=lane_of_row.device)
+        if len(rows) == len(lanes):
+            return None
+        return torch.tensor(rows, dtype=torch.int64, device=seen.lane_of_row.device)
 
     def _add(self, seen: Together) -> None:
-        counting = self._counting(seen.lane_of_row)
+        counting = self._counting(seen)
         if counting is not None:
             seen = seen.rows(counting)
-        layers, lanes, wanted, scores, weights, missed, read = seen
+        layers, lanes, wanted, scores, weights, missed, read, _ = seen
         if wanted.is_cuda:
             from kernels.demand_triton import add_demand  # a compiler, which a CPU need not have
 
-            wanted, weights = add_demand(*seen, self._counts, self._mass, self.uses, self._totals, self.light)
+            wanted, weights = add_demand(*seen[:7], self._counts, self._mass, self.uses, self._totals, self.light)
         else:
             both = self._add_here(layers, lanes, wanted, scores, weights, missed, read)
             self._totals.index_add_(0, lanes, both.to(self._totals.dtype))

@@ -162,7 +162,8 @@ class DecodeSteps:
         if not asked:
             model.engrams.ask(step, ids)  # no layer wants rows: the lanes' tails move on all the same
         if made.step.waiting is None:
-            wish = made.wish if alone else made.wish.copied()
+            wish = made.wish._replace(lanes=tuple(span.lane.index for span in spans))
+            wish = wish if alone else wish.copied()
             tap.record_step(wish)
             if made.captured is None and self.captures and logits.is_cuda:
                 made.captured = self._capture(made.step)
