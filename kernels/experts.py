@@ -93,6 +93,20 @@ def pick_outputs(
     if x.is_cuda and isinstance(record, Exl3Record) and numerics is not FP32:
         _exl3_form().pick_outputs(outputs, x, slots, record, picks, weights, limit)
         return
+    reference_outputs(outputs, x, slots, record, picks, weights, limit, numerics)
+
+
+def reference_outputs(
+    outputs: Tensor,
+    x: Tensor,
+    slots: Tensor,
+    record: Record,
+    picks: Tensor,
+    weights: Tensor,
+    limit: float,
+    numerics: Numerics,
+) -> None:
+    """What `pick_outputs` means, on any device; on a GPU it waits for the picks."""
     count, top_k = picks.shape
     single = count == 1 or singly(count)
     rows_of: dict[int, list[int]] = {}

@@ -11,10 +11,10 @@ CASES, ROOT = Path(__file__).with_name("experts_cases.py"), Path(__file__).paren
 PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def run(device: str, **environment: str) -> str:
+def run(device: str, cases: Path = CASES, **environment: str) -> str:
     """A process of its own: the interpreter is chosen when Triton is imported."""
     ran = subprocess.run(
-        [sys.executable, str(CASES), device],
+        [sys.executable, str(cases), device],
         env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
