@@ -4,10 +4,10 @@
 
 The real engine serves requests of one domain after the other; between two requests it comes to rest, as it would for a
 person who reads. Only the model's last word is replaced: its logits are judged against the held-out token, which is
-then the token drawn. After the first request of a domain come some that are not judged (--traffic, with answers of two
-tokens): a history follows within ten requests, and prompts are cheap. Those behind them are the steady part. Every
-variant holds as many experts as its budget says: slots of the ring and slots for reads before use are taken from the
-residents.
+then the token drawn, and against what all experts say to the same tokens, which no luck of a single token blurs. After
+the first request of a domain come some that are not judged (--traffic, with answers of two tokens): a history follows
+within ten requests, and prompts are cheap. Those behind them are the steady part. Every variant holds as many experts
+as its budget says: slots of the ring and slots for reads before use are taken from the residents.
 
     substitution    the set that the bundled seed chooses, never changed
     + adaptation    the pilot plans after prompts, while answers grow, and between requests
@@ -25,6 +25,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -142,32 +143,35 @@ def ladder(plan: Plan) -> list[dict[str, Any]]:
     """A row for each budget and variant. Answers of all seeds stand beside each other."""
     variants = [one for one in (*LADDER, EXACT) if not plan.variants or one.name in plan.variants]
     rungs = [(budget, variant) for budget in plan.budgets if budget < 100 for variant in variants]
-    whole, whole_short, *given = serve_all(
-        plan,
-        [(100, FROZEN, False), (100, FROZEN, True)]
-        + [(budget, variant, variant is EXACT) for budget, variant in rungs],
-    )
+    with tempfile.TemporaryDirectory() as said:
+        lengths = (False, True) if EXACT in variants else (False,)
+        whole, *whole_short = serve_all(plan, [(100, FROZEN, is_short) for is_short in lengths], Path(said))
+        given = serve_all(plan, [(budget, variant, variant is EXACT) for budget, variant in rungs], Path(said))
     rows = [row_of(100, "all resident", whole, whole, None)] if 100 in plan.budgets else []
     before: list[Answer] | None = None
     frozen: list[Answer] | None = None
+    held = 100.0
     for (budget, variant), answered in zip(rungs, given, strict=True):
         if variant is EXACT:
-            equal = sum(one.digest == other.digest for one, other in zip(answered, whole_short, strict=True))
-            row = row_of(budget, EXACT.name, answered, whole_short, None)
+            equal = sum(one.digest == other.digest for one, other in zip(answered, whole_short[0], strict=True))
+            row = row_of(budget, EXACT.name, answered, whole_short[0], None)
             rows.append(row | {"equal": equal, "answers": len(answered)})
             continue
+        if budget != held:
+            before, frozen, held = None, None, budget
         if variant is FROZEN:
-            before, frozen = None, answered
+            frozen = answered
         rows.append(row_of(budget, variant.name, answered, whole, frozen if variant is RING_ALONE else before))
         before = answered
     return rows
 
 
-def serve_all(plan: Plan, runs: Sequence[tuple[float, Variant, bool]]) -> list[list[Answer]]:
+def serve_all(plan: Plan, runs: Sequence[tuple[float, Variant, bool]], said: Path) -> list[list[Answer]]:
     """(budget, variant, whether the short requests of `exact` are asked) -> the answers of all seeds. Every seed begins
-    with the boot set again, so that runs and seeds may go side by side."""
+    with the boot set again, so that runs and seeds may go side by side. `said`: a directory for what all experts say,
+    which the other runs are compared with."""
     with pool_of(plan) as pool:
-        parts = [[pool.submit(serve, plan, *run, seed) for seed in plan.seeds] for run in runs]
+        parts = [[pool.submit(serve, plan, *run, seed, said) for seed in plan.seeds] for run in runs]
         return [[answer for part in of_run for answer in part.result()] for of_run in parts]
 
 
@@ -182,12 +186,19 @@ def pool_of(plan: Plan) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def serve(plan: Plan, budget: float, variant: Variant, is_short: bool, seed: int) -> list[Answer]:
+def serve(plan: Plan, budget: float, variant: Variant, is_short: bool, seed: int, said: Path) -> list[Answer]:
     torch.set_num_threads(1)
     tokens, traffic = (plan.exact_tokens, 0) if is_short else (plan.tokens, plan.traffic)
     asked = blocks(plan.texts, tokens, plan.longest, traffic, seed)
+    file = said / f"{seed}-{'short' if is_short else 'whole'}.npz"
     with serving(plan.settings, budget, variant) as server:
+        server.model.keeps = budget == 100
+        if not server.model.keeps:
+            with np.load(file, allow_pickle=False) as whole:
+                server.model.whole = {name: whole[name] for name in whole.files}
         given = answers(server, asked, variant.adapts)
+        if server.model.keeps:
+            np.savez(file, **{name: np.stack(rows) for name, rows in server.model.said.items()})  # type: ignore[arg-type]
     tell(f"{budget:g} %, {variant.name}, seed {seed}")
     return given
 
@@ -201,6 +212,7 @@ def row_of(
     row["rise"] = {part: gain(pick(whole, part), pick(given, part)) for part in ("first", "steady")}
     if before is not None:
         row["won"] = {part: gain(pick(given, part), pick(before, part)) for part in ("all", "steady")}
+        row["nearer"] = {part: gain(pick(given, part), pick(before, part), what="apart") for part in ("all", "steady")}
     steady = row["domains"]["mean"]["steady"]
     tell(f"  loss {steady['loss']:.4f}, top-1 {steady['top1']:.3f}, missed {steady['missed']:.3f}")
     return row

@@ -3,12 +3,14 @@
 import hashlib
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from heldout.texts import Text
 from msgspec.structs import replace
@@ -58,9 +60,14 @@ LADDER = (FROZEN, ADAPTS, RING, BALANCED, RING_ALONE)
 
 
 class Forced:
-    """A rank's model that says what it is told, and notes what it would have said."""
+    """A rank's model that says what it is told, and notes what it would have said. `whole`: what all experts say, by
+    text, log probabilities [answer tokens, vocabulary]; answers to other texts are not compared. With `keeps` what this
+    model says is kept for that in `said`."""
 
     def __init__(self, rank: Rank) -> None:
+        self.whole: Mapping[str, npt.NDArray[np.float32]] = {}
+        self.keeps = False
+        self.said: dict[str, list[npt.NDArray[np.float32]]] = {}
         self._model, self._tap = rank.model, rank.executor.tap
         self.shape, self.open_lane, self.close_lane = rank.model.shape, rank.model.open_lane, rank.model.close_lane
         self.check, self.image_tokens = rank.model.check, rank.model.image_tokens
@@ -95,10 +102,22 @@ class Forced:
         _, _, weight, missed, _, _, read, _ = (self._totals(lane) - before).tolist()
         self.answer.seen.append(Seen(tokens, decodes, weight, missed, missed - read))
 
+    def _compare(self, said: Tensor) -> None:
+        """said [vocab]: of the answer's next token."""
+        key = self._text.key
+        if self.keeps:
+            self.said.setdefault(key, []).append(said.float().numpy())
+        elif key in self.whole:
+            whole = torch.from_numpy(self.whole[key][len(self.answer.apart)]).double()
+            self.answer.apart.append(float((whole.exp() * (whole - said)).sum()))
+            self.answer.other.append(int(whole.argmax()) != int(said.argmax()))
+
     def _judge(self, lane: LaneState, row: Tensor) -> Tensor:
         """row [1, vocab] -> the same shape, with the held-out token as its maximum."""
         target = self._text.ids[lane.position]
-        self.answer.losses.append(float(-torch.log_softmax(row[0].double(), 0)[target]))
+        said = torch.log_softmax(row[0].double(), 0)
+        self.answer.losses.append(float(-said[target]))
+        self._compare(said)
         self.answer.hits.append(int(first_max(row)[0]) == target)
         self._hash.update(row.numpy().tobytes())
         self.answer.digest = self._hash.hexdigest()

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,7 +30,9 @@ class Seen:
 
 @dataclass
 class Answer:
-    """`losses` in nats, `hits`: whether the token is the likeliest. `digest`: of all logits, bit for bit."""
+    """`losses` in nats, `hits`: whether the token is the likeliest. `digest`: of all logits, bit for bit. `apart`: by
+    token, the divergence of what was said from what the engine says with all experts, in nats; whether the likeliest
+    token is another is `other`."""
 
     domain: str
     is_first: bool = False
@@ -38,15 +40,20 @@ class Answer:
     hits: list[bool] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     digest: str = ""
+    apart: list[float] = field(default_factory=list)
+    other: list[bool] = field(default_factory=list)
     read_bytes: int = 0
 
 
-def gain(better: Sequence[Answer], worse: Sequence[Answer], seed: int = 0) -> dict[str, float]:
+def gain(
+    better: Sequence[Answer], worse: Sequence[Answer], seed: int = 0, what: Literal["losses", "apart"] = "losses"
+) -> dict[str, float]:
     """Nats a token that `better` wins over the same texts, domains weighing alike, with the 95 % interval of a
     bootstrap over requests."""
     by_domain: dict[str, list[tuple[float, int]]] = {}
     for one, other in zip(better, worse, strict=True):
-        by_domain.setdefault(one.domain, []).append((sum(other.losses) - sum(one.losses), len(one.losses)))
+        ours, theirs = getattr(one, what), getattr(other, what)
+        by_domain.setdefault(one.domain, []).append((sum(theirs) - sum(ours), len(ours)))
     rng, means = np.random.default_rng(seed), np.zeros(DRAWS)
     for rows in by_domain.values():
         won = np.array(rows)[rng.integers(len(rows), size=(DRAWS, len(rows)))].sum(axis=1)
@@ -65,6 +72,8 @@ def figures(given: Sequence[Answer]) -> dict[str, float]:
         "top1": statistics.fmean(hits),
         "missed": sum(one.missed for one in seen) / weight,
         "substituted": sum(one.substituted for one in seen) / weight,
+        "apart": statistics.fmean([x for one in given for x in one.apart] or [0.0]),
+        "other": statistics.fmean([x for one in given for x in one.other] or [0.0]),
         "kb_a_token": sum(one.read_bytes for one in given) / 1000 / sum(one.tokens for one in seen),
     }
 
@@ -76,7 +85,7 @@ def summary(given: Sequence[Answer]) -> dict[str, Any]:
         own = [one for one in given if one.domain == domain]
         parts = {"first": [one for one in own if one.is_first], "steady": [one for one in own if not one.is_first]}
         found[domain] = {name: figures(part or own) for name, part in parts.items()}
-    keys = ("loss", "top1", "missed", "substituted", "kb_a_token")
+    keys = ("loss", "top1", "missed", "substituted", "apart", "other", "kb_a_token")
     found["mean"] = {
         part: {key: statistics.fmean(found[d][part][key] for d in found) for key in keys}
         for part in ("first", "steady")
@@ -164,6 +173,18 @@ def show_ladder(rows: list[dict[str, Any]]) -> None:
             f"| {row['budget']:g} % | {row['variant']} | {interval(row['rise']['first'])} | "
             f"{interval(row['rise']['steady'])} | "
             f"{' | '.join(parts)} | {100 * mean['steady']['missed']:.1f} % | {mean['steady']['kb_a_token']:.0f} |"
+        )
+    print("\nDivergence from all resident, nats a token with 95 % interval, and likeliest tokens that are others\n")
+    print("| held | variant | first request | steady | won, all | won, steady | others, first | steady |")
+    print(f"|{'---|' * 8}")
+    for row in rows:
+        if "equal" in row or row["budget"] == 100:
+            continue
+        won, (first, steady) = row.get("nearer"), (row["domains"]["mean"][part] for part in ("first", "steady"))
+        parts = [interval(won[part]) if won else "" for part in ("all", "steady")]
+        print(
+            f"| {row['budget']:g} % | {row['variant']} | {first['apart']:.3f} | {steady['apart']:.4f} | "
+            f"{' | '.join(parts)} | {100 * first['other']:.1f} % | {100 * steady['other']:.1f} % |"
         )
     for row in rows:
         if "equal" in row:

@@ -1,5 +1,6 @@
 """Held-out texts as requests whose answers are known: token ids of a prompt, and what the answer must be."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ class Text:
     @property
     def answer_tokens(self) -> int:
         return len(self.ids) - self.prompt_tokens
+
+    @property
+    def key(self) -> str:
+        """Names the prompt and the answer."""
+        return hashlib.blake2b(f"{self.prompt_tokens} {self.ids}".encode(), digest_size=12).hexdigest()
 
     def cut(self, answer_tokens: int) -> "Text":
         return Text(self.domain, self.ids[: self.prompt_tokens + answer_tokens], self.prompt_tokens)
