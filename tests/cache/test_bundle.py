@@ -64,3 +64,34 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         bundle.write(tmp_path / "x", bundle.encode("k", 1, [], PARTS))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
+def test_a_file_is_written_and_read_a_piece_at_each_turn(tmp_path, monkeypatch, piece):
+    """Between two pieces others have the disk; a piece is on it when its turn ends."""
+    monkeypatch.setattr(bundle, "PIECE_BYTES", piece)
+    path, encoded, sizes, synced = tmp_path / "x", bundle.encode("k", 12, ["a", "b"], PARTS), [], []
+    temporary = path.with_name(f".{path.name}.tmp")
+    monkeypatch.setattr(bundle.os, "fdatasync", lambda fd: synced.append(temporary.stat().st_size))
+
+    def turn(work):
+        work()
+        sizes.append(temporary.stat().st_size)
+
+    bundle.write(path, encoded, turn)
+    steps = [after - before for before, after in zip([0, *sizes], sizes, strict=False)]
+    assert max(steps) <= piece
+    assert sum(steps) == len(whole()) == path.stat().st_size
+    assert synced == sizes[:-1]  # the last turn is the file's fsync
+    turns = []
+
+    def counted(work):
+        turns.append(work)
+        work()
+
+    _, parts = bundle.read(path, "k", counted)
+    assert len(turns) == -(-len(whole()) // piece)
+    assert all(torch.equal(parts[name], tensor) for name, tensor in PARTS.items())
+    path.write_bytes(whole())
+    with pytest.raises(Damaged, match="ends early"):
+        bundle.read(path, "k", lambda work: (path.write_bytes(whole()[:30]), work()))

@@ -51,7 +51,7 @@ def test_back_while_it_is_written(tmp_path, background, monkeypatch):
     """The lane is asked for in the middle of the write, when its context is still in memory."""
     parked, real = ParkedLanes(tmp_path / "parked", background), bundle.write
 
-    def write(path, pieces):
+    def write(path, pieces, turn):
         real(path, pieces)
         assert parked.load(0)
 

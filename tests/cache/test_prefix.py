@@ -148,7 +148,7 @@ def test_what_is_lost_while_it_is_written_leaves_no_file(tmp_path, background, m
     shared.write_bytes(shared.read_bytes()[:-10])
     write, longer = bundle.write, [*IDS[:4], *range(20, 28)]
 
-    def writes(path, pieces):
+    def writes(path, pieces, turn):
         monkeypatch.setattr(bundle, "write", write)
         assert not read(cache, first, IDS)
         write(path, pieces)
@@ -266,7 +266,7 @@ def test_a_write_that_ends_at_any_point_is_a_miss_and_no_more(tmp_path, backgrou
     """What a kill leaves: everything up to some file, and a piece of that one under its temporary name."""
     cache, done = disk(tmp_path, background), []
 
-    def write(path, pieces):
+    def write(path, pieces, turn):
         if len(done) == point:
             path.with_name(f".{path.name}.tmp").write_bytes(bytes(pieces[0]))
             raise KeyboardInterrupt  # not an error that the cache would clean up after

@@ -18,6 +18,7 @@ from tided.engine.caching import CachePlan, Caching
 from tided.engine.offline import first_pairs
 from tided.engine.types import Request, Sampling
 from tided.errors import PairError
+from tided.experts.io import Priority
 from tided.models.parallel import Alone
 from tided.settings import Cache
 
@@ -81,7 +82,9 @@ def test_a_prefix_from_disk_outlives_the_process(ranks, tmp_path):
     for rank in first.ranks:
         assert rank.executor.caching.background.flush(60)
         rank.close()
+        assert rank.residents.reads[Priority.PREFIX].reads > 0
     later = Served(disk, [ask("b", OTHER_END)], cache_dir=tmp_path)
+    assert all(rank.residents.reads[Priority.PREFIX].reads > 0 for rank in later.ranks)
     plain = Served(model(ranks), [ask("b", OTHER_END)])
     assert (later.faults, cached(later, "b")) == ([], 224)
     assert later.stats("b")["prefix"] == {"source": "disk", "restored_tokens": 224}
@@ -119,6 +122,8 @@ def test_an_answer_that_was_parked_is_as_if_it_never_was(ranks, on_disk, tmp_pat
         assert tight.stats(name)["experts"]["routed_picks"] == roomy.stats(name)["experts"]["routed_picks"]
     for rank in tight.ranks:
         rank.executor.check()
+        pieces = rank.residents.reads[Priority.PREFIX].reads  # of files: behind every read of an expert
+        assert (pieces > 0) == on_disk
     assert not list(tmp_path.rglob("*.context"))
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from tided.errors import DataError, PairError
+from tided.experts import io
 from tided.experts.io import Depths, IoScheduler, Priority
 
 BYTES = 64
@@ -264,3 +265,98 @@ def test_a_full_class_is_refused_with_its_room(gate):
     scheduler.submit(Priority.SYNC_HOT, 1, 1, room())
     gate.open()
     scheduler.close()
+
+
+# Files of the caches
+
+
+class Work:
+    """A piece of a file on a thread that waits for its turn."""
+
+    def __init__(self, scheduler, patience_s: float, error: Exception | None = None) -> None:
+        self.began, self.may_end, self.failed = threading.Event(), threading.Event(), None
+        self._error = error
+        self._thread = threading.Thread(target=self._run, args=(scheduler, patience_s), daemon=True)
+        self._thread.start()
+
+    def _run(self, scheduler, patience_s):
+        try:
+            scheduler.run(self._job, patience_s)
+        except Exception as error:
+            self.failed = error
+
+    def _job(self):
+        self.began.set()
+        assert self.may_end.wait(30)
+        if self._error:
+            raise self._error
+
+    def end(self):
+        self.may_end.set()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+def queued(scheduler, priority, count=1):
+    deadline_s = time.monotonic() + 30
+    while scheduler.queued[priority] != count:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("priority", [Priority.SYNC_HOT, Priority.ASYNC_HOT, Priority.SWAP])
+def test_a_cache_waits_for_every_read_of_an_expert_and_no_read_for_more_than_one_piece_of_it(scheduler, gate, priority):
+    first = scheduler.submit(priority, 0, 0, room())
+    gate.wait_started(1)
+    work = Work(scheduler, 30)
+    queued(scheduler, Priority.PREFIX)
+    second = scheduler.submit(Priority.SWAP, 0, 1, room())  # came later, and goes first
+    gate.let(0, 0)
+    gate.wait_started(2)
+    assert not work.began.is_set()
+    gate.let(0, 1)
+    assert work.began.wait(30)
+    after = Work(scheduler, 30)  # the next piece
+    queued(scheduler, Priority.PREFIX)
+    third = scheduler.submit(priority, 0, 2, room())
+    work.end()
+    gate.wait_started(3)
+    assert not after.began.is_set()
+    gate.open()
+    after.end()
+    for ticket in (first, second, third):
+        ticket.wait(30)
+    assert work.failed is after.failed is None
+    assert scheduler.counts[Priority.PREFIX].reads == 2
+
+
+def test_a_cache_that_has_waited_long_enough_is_served_whatever_else_is_asked_for(scheduler, gate):
+    tickets = [scheduler.submit(Priority.SYNC_HOT, 0, n, room()) for n in range(2)]
+    gate.wait_started(2)
+    work = Work(scheduler, 0.01)
+    assert work.began.wait(30)
+    work.end()
+    assert not any(ticket.done for ticket in tickets)
+
+
+def test_what_goes_wrong_with_a_caches_file_is_its_own(scheduler, gate):
+    gate.open()
+    work = Work(scheduler, 30, OSError("no space left"))
+    work.end()
+    assert str(work.failed) == "no space left"
+    scheduler.submit(Priority.SWAP, 0, 0, room()).wait(30)
+
+
+def test_a_cache_that_never_has_its_turn_is_told(gate, monkeypatch):
+    monkeypatch.setattr(io, "JOB_WAIT_S", 0.01)
+    made = IoScheduler(gate, Depths(deep=1, background=1))
+    made.set_mode("serve")
+    ticket = made.submit(Priority.SYNC_HOT, 0, 0, room())
+    gate.wait_started(1)
+    with pytest.raises(PairError, match="cancelled"):
+        made.run(lambda: None, 0.001)
+    gate.open()
+    ticket.wait(30)
+    made.close()
+    with pytest.raises(PairError, match="closed"):
+        made.run(lambda: None, 0.001)

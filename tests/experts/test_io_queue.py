@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tided.errors import PairError
 from tided.experts.read_queue import Depths, Priority, ReadQueue
 
-SYNC, ENGRAM, ASYNC, SWAP, PREFIX = Priority
+SYNC, ASYNC, SWAP, PREFIX = Priority
 DEPTHS = Depths(deep=8, background=1)
 
 

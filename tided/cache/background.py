@@ -1,11 +1,9 @@
-"""Two threads beside the steps: one writes at the lowest I/O priority, one reads what a lane waits for.
+"""Two threads beside the steps: one writes, one reads what a lane waits for; what they do on the disk has its turn.
 
 What waits to be written lies in memory: it is bounded in bytes, and whoever is refused does without."""
 
-import ctypes
 import logging
 import os
-import platform
 import queue
 import shutil
 import threading
@@ -20,14 +18,23 @@ MOST_PENDING_BYTES = 512 << 20
 MOST_READS = 256
 LEFT_FREE_BYTES = 1 << 30  # of a disk: never filled to its end
 CLOSE_S = 10.0
-_IDLE_CLASS = 3 << 13
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+
+
+Run = Callable[[Job, float], None]  # does a piece of work on the disk in its turn, at the latest after so many seconds
+READ_PATIENCE_S = 0.1  # for each piece of a file: a lane waits for it
+WRITE_PATIENCE_S = 1.0  # what waits to be written holds memory
+
+
+def at_once(work: Job, patience_s: float) -> None:
+    work()
 
 
 class Background:
-    """The threads begin with the first job. Used by the engine's thread alone; jobs run on the threads."""
+    """The threads begin with the first job. Used by the engine's thread alone; jobs run on the threads, what they do on
+    the disk by `run`, piece by piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run = at_once) -> None:
+        self._run_piece = run
         self._writes: queue.Queue[tuple[int, Job] | None] = queue.Queue()  # bounded in bytes
         self._reads: queue.Queue[Job | None] = queue.Queue(MOST_READS)
         self._pending_bytes = 0
@@ -48,6 +55,12 @@ class Background:
     def read(self, job: Job) -> None:
         self._reads.put(job, timeout=CLOSE_S)
         self._start("cache-reads", self._read_loop)
+
+    def turn_to_read(self, work: Job) -> None:
+        self._run_piece(work, READ_PATIENCE_S)
+
+    def turn_to_write(self, work: Job) -> None:
+        self._run_piece(work, WRITE_PATIENCE_S)
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until everything handed in is written; for tests and benches."""
@@ -70,7 +83,6 @@ class Background:
             self._threads[name].start()
 
     def _write_loop(self) -> None:
-        be_idle()
         while (item := self._writes.get()) is not None and not self._closed.is_set():
             nbytes, job = item
             _run(job)
@@ -87,14 +99,6 @@ def _run(job: Job) -> None:
         job()
     except Exception:  # a cache that fails costs time, never the rank
         log.exception("a job of the caches failed")
-
-
-def be_idle() -> None:
-    """The calling thread's reads and writes yield to all others, where the system knows of such a class."""
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None and platform.system() == "Linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, _IDLE_CLASS)
 
 
 def private_folder(path: Path) -> Path:

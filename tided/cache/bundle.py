@@ -10,7 +10,8 @@ A file gets its name when it is whole and on the disk. Truncated, altered or of 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ MAGIC = b"TIDECTX1"
 ALIGN = 64
 START = 40
 MOST_HEAD_BYTES = 1 << 24
+PIECE_BYTES = 4 << 20  # a millisecond of an NVMe disk
 Parts = Mapping[str, Tensor]
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -30,6 +32,14 @@ DTYPES = {
     "u8": torch.uint8,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+Turn = Callable[[Callable[[], None]], None]  # does the work when the disk has time for it
+
+
+def at_once(work: Callable[[], None]) -> None:
+    """The turn of who has the disk for himself."""
+    work()
 
 
 class Damaged(Exception):
@@ -116,36 +126,60 @@ def read_head(data: bytearray, key: str, whole: int | None = None) -> tuple[Head
     return head, size
 
 
-def write(path: Path, pieces: list[memoryview]) -> None:
-    """Whole or not at all, 0600. Raises OSError."""
+def write(path: Path, pieces: list[memoryview], turn: Turn = at_once) -> None:
+    """Whole or not at all, 0600; PIECE_BYTES on the disk at each `turn`. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(fd, "wb", buffering=0) as file:
-            for piece in pieces:
-                _write_all(file.fileno(), piece)
-            os.fsync(file.fileno())
+            for piece in _cut(pieces):
+                turn(partial(_write_down, file.fileno(), piece))
+            turn(partial(os.fsync, file.fileno()))
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def read(path: Path, key: str) -> tuple[Head, dict[str, Tensor]]:
-    """Raises OSError, Damaged."""
+def read(path: Path, key: str, turn: Turn = at_once) -> tuple[Head, dict[str, Tensor]]:
+    """PIECE_BYTES at each `turn`. Raises OSError, Damaged."""
     with path.open("rb", buffering=0) as file:
         data = bytearray(os.fstat(file.fileno()).st_size)
-        view, at = memoryview(data), 0
-        while at < len(data) and (count := file.readinto(view[at:])):
-            at += count
-    if at < len(data):
-        raise Damaged("it ends early")
+        for piece in _cut([memoryview(data)]):
+            turn(partial(_read_all, file.fileno(), piece))
     return decode(data, key)
 
 
-def _write_all(fd: int, piece: memoryview) -> None:
-    while len(piece):
-        piece = piece[os.write(fd, piece) :]
+def _cut(pieces: list[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes, in lists of PIECE_BYTES at most."""
+    cut, room = [], PIECE_BYTES
+    for piece in pieces:
+        while len(piece):
+            cut.append(piece[:room])
+            room -= len(cut[-1])
+            piece = piece[len(cut[-1]) :]
+            if not room:
+                yield cut
+                cut, room = [], PIECE_BYTES
+    if cut:
+        yield cut
+
+
+def _read_all(fd: int, pieces: list[memoryview]) -> None:
+    for piece in pieces:
+        while len(piece):
+            count = os.readv(fd, [piece])
+            if not count:
+                raise Damaged("it ends early")
+            piece = piece[count:]
+
+
+def _write_down(fd: int, pieces: list[memoryview]) -> None:
+    """To the disk itself: what is left to the page cache is written in one go later, in nobody's turn."""
+    for piece in pieces:
+        while len(piece):
+            piece = piece[os.write(fd, piece) :]
+    os.fdatasync(fd)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -60,7 +60,7 @@ class ParkedLanes:
             if parked.parts is not None:
                 return True
         try:
-            _, parts = bundle.read(self._path(parked), parked.key)
+            _, parts = bundle.read(self._path(parked), parked.key, self._background.turn_to_read)
         except (OSError, Damaged) as error:
             log.warning("the parked context of lane %d is lost: %s", lane, error)
             return False
@@ -92,7 +92,8 @@ class ParkedLanes:
         try:
             if free_bytes(self._path(parked).parent) < bundle.nbytes(parts):
                 raise OSError("the disk is almost full")
-            bundle.write(self._path(parked), bundle.encode(parked.key, parked.tokens, [], parts))
+            file = bundle.encode(parked.key, parked.tokens, [], parts)
+            bundle.write(self._path(parked), file, self._background.turn_to_write)
         except OSError as error:
             log.warning("the parked context of lane %d stays in memory: %s", lane, error)
             return

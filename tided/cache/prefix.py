@@ -148,7 +148,7 @@ class PrefixCache:
         """What a file holds; a file that does not count any more, and all that need it, are dropped."""
         path = self._path(key, kind)
         try:
-            return bundle.read(path, key)
+            return bundle.read(path, key, self._background.turn_to_read)
         except (OSError, Damaged) as error:
             log.warning("prompt cache: %s is dropped: %s", path.name, error)
         with self._lock:
@@ -194,7 +194,7 @@ class PrefixCache:
     def _put(self, key: str, kind: str, file: list[memoryview]) -> None:
         """Raises OSError. A file that lost its place in the book while it was written (a reader found pages damaged
         that its snapshot shares) does not stay."""
-        bundle.write(self._path(key, kind), file)
+        bundle.write(self._path(key, kind), file, self._background.turn_to_write)
         with self._lock:
             counts = key in (self._disk.entries if kind == STATE else self._disk.page_bytes)
             if counts:

@@ -127,7 +127,7 @@ def build_rank(
     progress("dense weights", 1, 1)
     residents.fill(pairs, lambda done, total: progress("experts", done, total))
     reads.io.set_mode("serve")
-    caching = open_caching(opened, model, cache_dir)
+    caching = open_caching(opened, model, cache_dir, reads.io)
     return Rank(opened, model, bank, residents, reads, Executor(model, residents, tap, urgent, caching))
 
 
@@ -184,7 +184,7 @@ def open_source(opened: OpenedModel, rank: int) -> Source:
     return source_of(checkpoint, opened.family.expert_names(checkpoint), opened.record, rank)
 
 
-def open_caching(opened: OpenedModel, model: Model, folder: Path | None) -> Caching:
+def open_caching(opened: OpenedModel, model: Model, folder: Path | None, io: IoScheduler) -> Caching:
     """Raises ConfigError when the folder cannot be used."""
     settings, device = opened.settings, opened.settings.engine.device
     processor = torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
@@ -212,7 +212,7 @@ def open_caching(opened: OpenedModel, model: Model, folder: Path | None) -> Cach
         strict=cache.prefix_strict,
     )
     try:
-        return Caching(model, plan)
+        return Caching(model, plan, io.run)
     except OSError as error:
         raise ConfigError(f"the caches cannot use {folder}: {error.strerror}", hint="set TIDE_STATE_DIR") from error
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tided.cache.background import Background, private_folder
+from tided.cache.background import Background, Run, at_once, private_folder
 from tided.cache.bundle import Parts
 from tided.cache.chain import Chain, Image, chain
 from tided.cache.park import ParkedLanes
@@ -56,9 +56,10 @@ class CachePlan:
 class Caching:
     """Raises OSError when a folder cannot be used."""
 
-    def __init__(self, model: Model, plan: CachePlan = CachePlan()) -> None:
+    def __init__(self, model: Model, plan: CachePlan = CachePlan(), run: Run = at_once) -> None:
+        """`run`: how pieces of the files come to their turn on the disk."""
         self.plan, self._model = plan, model
-        self.background = Background()
+        self.background = Background(run)
         folder = plan.folder
         if folder is not None:
             private_folder(folder.parent)

@@ -288,7 +288,7 @@ class Ledger:
 
     def reads(self) -> Reads:
         """What was read since the start, by all requests."""
-        reads = self._executor.residents.reads
+        reads = {kind: n for kind, n in self._executor.residents.reads.items() if kind is not Priority.PREFIX}
         waits, hot = self._urgent(), self._motion.count
         return Reads(
             nbytes=sum(count.bytes for count in reads.values()),

@@ -1,9 +1,10 @@
-"""The one scheduler of expert reads: bounded queues by priority, a few threads, tickets for who asked.
+"""The one scheduler of a rank's disk: bounded queues by priority, a few threads, tickets for who asked.
 
 `read_queue` holds the rules; here are the threads. A read runs in one of them: into the caller's memory, or through a
 `Land`, which hands out the memory and does what must follow (the arena's copy to a device).
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +19,11 @@ __all__ = ["Depths", "IoScheduler", "Land", "Priority", "ReadCount", "Ticket"]
 Read = Callable[[memoryview], None]
 Land = Callable[[Read], None]
 
+log = logging.getLogger("experts")
+
 IDLE_S = 60.0  # a thread without work looks up this often
 CLOSE_S = 10.0
+JOB_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,21 @@ class IoScheduler:
             if self._queue.startable:
                 self._changed.notify()
         return ticket
+
+    def run(self, job: Callable[[], None], patience_s: float) -> None:
+        """Other work on the same disk, in its turn: on a reader's thread, behind every read of an expert. What has
+        waited for `patience_s` becomes urgent, so nobody starves. The job is a piece of some milliseconds, as what is
+        asked for meanwhile waits for it. Raises what it raises, PairError when it never had its turn."""
+        ticket = self.submit(Priority.PREFIX, -1, -1, lambda read: job())
+        if not ticket._done.wait(patience_s):
+            self._promote(ticket)
+        while not ticket._done.wait(JOB_WAIT_S):
+            if ticket.cancel():
+                break
+            # It runs, and its memory and file are in use: there is nothing to do but to wait and to say so.
+            log.warning("a piece of a cache's file takes longer than %g s; check the disk (dmesg)", JOB_WAIT_S)
+        if ticket.error is not None:
+            raise ticket.error
 
     def set_mode(self, mode: Mode) -> None:
         with self._changed:

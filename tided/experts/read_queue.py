@@ -21,14 +21,13 @@ MAX_QUEUED = 1 << 15  # of one priority: more than there are experts, each of wh
 
 
 class Priority(IntEnum):
-    """Lower comes first. Engram rows are small and read by threads of their own (`engram_rows`); their class has its
-    place here for expert reads that a layer waits for soon."""
+    """Lower comes first. PREFIX: pieces of the caches' files, read and written (`IoScheduler.run`). Engram rows are
+    small and read by threads of their own: they wait for nobody."""
 
     SYNC_HOT = 0
-    ENGRAM = 1
-    ASYNC_HOT = 2
-    SWAP = 3
-    PREFIX = 4
+    ASYNC_HOT = 1
+    SWAP = 2
+    PREFIX = 3
 
     @property
     def is_urgent(self) -> bool:

@@ -255,9 +255,8 @@ class Residents:
         self._check_alive()
         self.arena.check()
         directory = self.arena.directory
-        expected = np.full(self.layers * self.experts, -1, dtype=np.int32)
-        expected[_indices(directory, self.experts)] = np.fromiter(directory.values(), np.int32, len(directory))
-        expected = expected.reshape(self.layers, self.experts)
+        expected = np.full((self.layers, self.experts), -1, dtype=np.int32)
+        expected.ravel()[_indices(directory, self.experts)] = np.fromiter(directory.values(), np.int32, len(directory))
         if not np.array_equal(self.tables.slot_of.cpu().numpy(), expected):
             raise PairError("the routing table and the expert directory differ")
         if not np.array_equal(self.tables.routable.cpu().numpy(), expected >= 0):
