@@ -65,12 +65,13 @@ class Shard:
     tensors: tuple[TensorInfo, ...]
 
 
+MAX_DIMENSIONS = 64  # their product is worked out before it is compared
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
-    shape: list[_Size]
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     data_offsets: tuple[_Size, _Size]
 
 

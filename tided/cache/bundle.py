@@ -24,6 +24,7 @@ ALIGN = 64
 START = 40
 MOST_HEAD_BYTES = 1 << 24
 PIECE_BYTES = 4 << 20  # a millisecond of an NVMe disk
+MOST_DIMENSIONS = 64
 Parts = Mapping[str, Tensor]
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -95,8 +96,8 @@ def decode(data: bytearray, key: str) -> tuple[Head, dict[str, Tensor]]:
     parts, at = {}, _aligned(START + size)
     for part in head.parts:
         dtype = DTYPES.get(part.dtype)
-        if dtype is None or min(part.shape, default=1) < 0:
-            raise Damaged(f"a tensor of {part.dtype} {part.shape}")
+        if dtype is None or len(part.shape) > MOST_DIMENSIONS or not all(0 <= side < 1 << 63 for side in part.shape):
+            raise Damaged(f"a tensor of {part.dtype[:9]} {part.shape[:MOST_DIMENSIONS]}")
         count = 1
         for side in part.shape:
             count *= side
