@@ -277,6 +277,12 @@ class Server(Section, frozen=True):
         bool, _doc("policy", "Answer a request for a model of another name by 404; else it is served all the same.")
     ] = False
     anthropic_stats: Annotated[bool, _doc("policy", "Add `x_engine_stats` to replies of /v1/messages.")] = False
+    shared_cache: Annotated[
+        bool,
+        _doc(
+            "policy", "Where there are several keys: what one left in the prompt cache serves all; else its own alone."
+        ),
+    ] = False
     metrics_open: Annotated[bool, _doc("policy", "Serve /metrics without a key.")] = False
     thinking: Annotated[bool, _doc("policy", "Whether the model thinks first when a request does not say.")] = True
     allow_no_thinking: Annotated[

@@ -428,6 +428,23 @@ async def test_an_image_that_waits_too_long_is_told(eyes, monkeypatch):
     assert "images" in error["message"]
 
 
+async def test_where_one_is_refused_nobody_goes_on_with_the_others(sees, monkeypatch):
+    given_up = asyncio.Event()
+
+    async def decoded(address: str) -> None:
+        if address == url(png(1)):
+            raise RefusedImageError("no")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    monkeypatch.setattr(sees.context.images, "_decoded", decoded)
+    error = await sees.refused(user(part(0), part(1)))
+    assert error["param"] == "messages[0].content[1]"
+    await asyncio.wait_for(given_up.wait(), 10)
+
+
 async def test_decoding_delays_nobody_else(sees, monkeypatch, engine):
     """While an image is at work, and when its client goes, others are answered."""
     begun, gone = asyncio.Event(), asyncio.Event()

@@ -1,5 +1,7 @@
 """Small fields that every route shares: the model's name, the salt of the prompt cache, the stop string in the text."""
 
+import hashlib
+
 import pytest
 from scripted_engine import data, gather, said
 
@@ -67,3 +69,26 @@ async def test_a_stop_string_is_shown_where_it_is_asked_for(server, engine, piec
             assert (reply["choices"][0]["finish_reason"], reply["choices"][0]["stop_reason"]) == ("stop", "STOP")
     chunks = data(await server.stream(said("hi", stop=["STOP"], include_stop_str_in_output=True)))
     assert gather(chunks)["content"] == "a STOP"
+
+
+async def test_keys_do_not_find_each_others_prompts_unless_the_profile_says_so(serve, engine, tmp_path):
+    engine.script("</think>x")
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    server, shared = await serve(api_keys_file=str(keys)), await serve(api_keys_file=str(keys), shared_cache=True)
+
+    async def salt(asked, key, **fields):
+        for path, body in ROUTES.items():
+            assert (await asked.ask({**body, **fields}, path=path, headers={"x-api-key": key}))[0] == 200
+        [found] = {answer.request.cache_salt for answer in engine.answers[-len(ROUTES) :]}
+        return found
+
+    salts = [await salt(server, key, cache_salt=own) for key in ("one", "two") for own in ("", "a", "b")]
+    assert len(set(salts)) == len(salts)
+    assert await salt(server, "one", cache_salt="a") == salts[1]
+    assert [await salt(shared, key, cache_salt="a") for key in ("one", "two")] == ["a", "a"]
+    # What is sent to other ranks is not what a key is known by.
+    assert not any(hashlib.sha256(b"one").hexdigest()[:8] in salt for salt in salts)
+    keys.write_text("one\n")
+    alone = await serve(api_keys_file=str(keys))
+    assert await salt(alone, "one") == ""

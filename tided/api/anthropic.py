@@ -2,13 +2,12 @@
 
 from aiohttp import web
 
-from tided.api.anthropic_request import Counted, LongPromptError, PreparedMessage, count_tokens, prepare_message
+from tided.api.anthropic_request import LongPromptError, count_tokens, prepare_message
 from tided.api.anthropic_wire import MessageWire
 from tided.api.context import CONTEXT, NOTE, Context
 from tided.api.exchange import answer_in_pieces, answer_whole, receive
 from tided.api.generation import Generation
 from tided.api.json_text import to_json
-from tided.api.slots import Alive
 from tided.errors import ContextOverflowError, RequestError
 
 
@@ -29,13 +28,9 @@ async def messages(request: web.Request) -> web.StreamResponse:
 async def _submitted(request: web.Request) -> tuple[Generation, str]:
     """And the name of the model that was asked for. What the answer does not need, images above all, is let go here."""
     context = request.app[CONTEXT]
-
-    def work(body: bytes | bytearray, alive: Alive) -> PreparedMessage:
-        return prepare_message(body, context.served, alive)
-
     with context.admission.place(request.content_length) as place:
         try:
-            message = await receive(request, context, place, work)
+            message = await receive(request, context, place, prepare_message)
         except LongPromptError as error:
             raise await _with_images(error, context) from None
         prepared = await context.images.seen(message.prepared)
@@ -55,11 +50,7 @@ async def _with_images(error: LongPromptError, context: Context) -> ContextOverf
 async def count(request: web.Request) -> web.Response:
     """Needs no lane, and answers while all are busy."""
     context = request.app[CONTEXT]
-
-    def work(body: bytes | bytearray, alive: Alive) -> Counted:
-        return count_tokens(body, context.served, alive)
-
     with context.admission.desk(request.content_length) as place:
-        counted = await receive(request, context, place, work)
+        counted = await receive(request, context, place, count_tokens)
         tokens = counted.tokens - len(counted.images) + await context.images.tokens(counted.images)
     return web.Response(text=to_json({"input_tokens": tokens}), content_type="application/json", charset="utf-8")

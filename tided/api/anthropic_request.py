@@ -121,7 +121,7 @@ def parse_message_request(body: Fields, served: ServedModel) -> ChatRequest:
         fidelity=fidelity_of(body, settings.tide.fidelity),
         loop_break=loop_break_of(body, settings.engine.loop_break),
         shape=shape,
-        cache_salt=cache_salt_of(body),
+        cache_salt=cache_salt_of(body, served),
     )
 
 

@@ -42,11 +42,15 @@ class KeyRing:
         return cls(read_keys(source), source, stamp)
 
     @property
+    def count(self) -> int:
+        return len(self._digests)
+
+    @property
     def open(self) -> bool:
         return not self._digests
 
     def check(self, headers: Mapping[str, str]) -> str:
-        """The right credential's name for the log (of an open server: none).
+        """The right credential's digest, hexadecimal (of an open server: none).
 
         Raises 401 without one; the same words for a missing and a wrong one.
         """
@@ -62,7 +66,7 @@ class KeyRing:
                 kind="authentication_error",
                 code="invalid_api_key",
             )
-        return right[0].hex()[:6] if right else ""
+        return right[0].hex() if right else ""
 
     def _look_again(self) -> None:
         now_s = time.monotonic()

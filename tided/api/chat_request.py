@@ -86,7 +86,7 @@ def parse_chat_request(body: Fields, served: ServedModel) -> ChatRequest:
         reasoning_apart=body.boolean("separate_reasoning") is not False,
         shape=shape,
         show_stop=body.boolean("include_stop_str_in_output") or False,
-        cache_salt=cache_salt_of(body),
+        cache_salt=cache_salt_of(body, served),
     )
 
 
@@ -189,12 +189,12 @@ def stops_of(body: Fields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
-def cache_salt_of(body: Fields) -> str:
-    """Who sends another one finds nothing of these prompts in the prompt cache, nor by the time an answer takes."""
+def cache_salt_of(body: Fields, served: ServedModel) -> str:
+    """Who has another one finds nothing of these prompts in the prompt cache, nor by the time an answer takes."""
     salt = body.string("cache_salt") or ""
     if len(salt) > MAX_SALT_CHARACTERS:
         refuse("cache_salt", f"{len(salt)} characters, at most {MAX_SALT_CHARACTERS} are allowed")
-    return salt
+    return f"{served.tenant} {salt}" if served.tenant else salt
 
 
 def stop_ids_of(body: Fields, vocabulary_tokens: int) -> tuple[int, ...]:

@@ -7,13 +7,12 @@ from typing import Any
 from aiohttp import web
 
 from tided.api.answers import Answers, Piece
-from tided.api.completions_request import PreparedCompletion, prepare_completion
+from tided.api.completions_request import prepare_completion
 from tided.api.context import CONTEXT, NOTE
 from tided.api.errors import error_body
 from tided.api.exchange import answer_in_pieces, answer_whole, receive
 from tided.api.logprob_json import LogprobJson
 from tided.api.served import ServedModel
-from tided.api.slots import Alive
 from tided.api.sse import DONE, comment, data
 from tided.chat.deltas import Content
 from tided.errors import RequestError
@@ -21,12 +20,8 @@ from tided.errors import RequestError
 
 async def completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
-
-    def work(body: bytes | bytearray, alive: Alive) -> PreparedCompletion:
-        return prepare_completion(body, context.served, alive)
-
     with context.admission.place(request.content_length) as place:
-        completion = await receive(request, context, place, work)
+        completion = await receive(request, context, place, prepare_completion)
         if request.headers.get("x-engine-stats") == "0":
             completion = completion.without_stats()
         chat = completion.prepared[0].chat

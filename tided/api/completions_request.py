@@ -114,7 +114,7 @@ def _chat(body: Fields, served: ServedModel) -> ChatRequest:
         n=n,
         logprobs=body.integer("logprobs", 0, MAX_LOGPROBS),
         show_stop=body.boolean("include_stop_str_in_output") or False,
-        cache_salt=cache_salt_of(body),
+        cache_salt=cache_salt_of(body, served),
     )
 
 

@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from statistics import median
 
 from aiohttp import web
@@ -37,6 +38,13 @@ class Context:
     created: int = field(default_factory=lambda: int(time.time()))
     request_times_s: deque[float] = field(default_factory=lambda: deque([1.0], maxlen=32))
 
+    def served_to(self, note: "Note") -> ServedModel:
+        """The model as one client knows it. With several keys each has a prompt cache of its own: how soon an answer
+        begins tells what others have asked."""
+        if self.keys.count < 2 or self.served.settings.server.shared_cache:
+            return self.served
+        return replace(self.served, tenant=sha256(f"prompt cache of {note.key}".encode()).hexdigest()[:32])
+
     def retry_after_s(self) -> int:
         """When a refused client may try again: the time in which the queue before it should be done."""
         health = self.engine.health()
@@ -48,7 +56,7 @@ class Context:
 
 @dataclass
 class Note:
-    """What the log line of a request will tell. Never a text."""
+    """What the log line of a request will tell: never a text. Of `key`, the digest of its key, six digits are told."""
 
     request_id: str
     outcome: str = ""

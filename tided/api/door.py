@@ -26,8 +26,8 @@ class Door:
     """An application's open port. `close` in any case."""
 
     def __init__(self, app: web.Application) -> None:
-        settings, limits = app[CONTEXT].served.settings.server, app[CONTEXT].limits
-        self.head_s, self.stall_s, self._most = settings.head_timeout_s, limits.stall_s, settings.max_connections
+        server, limits = app[CONTEXT].served.settings.server, app[CONTEXT].limits
+        self.head_s, self.stall_s, self._most = server.head_timeout_s, limits.stall_s, server.max_connections
         self.held: set[Connection] = set()
         self.idle: dict[Connection, None] = {}  # in the order in which they became it
         # Its handlers end with their client's connection, also while a request waits in the queue.

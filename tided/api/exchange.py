@@ -8,9 +8,10 @@ from aiohttp import web
 
 from tided.api.admission import Place
 from tided.api.body import decompressed, read_body
-from tided.api.context import Context, Note
+from tided.api.context import NOTE, Context, Note
 from tided.api.errors import TooLargeError, as_request_error
 from tided.api.json_text import to_json
+from tided.api.served import ServedModel
 from tided.api.slots import SHORT_BYTES, Alive
 from tided.api.sse import EventStream, ReaderStalledError
 from tided.errors import RequestError
@@ -60,15 +61,16 @@ class Writer(Protocol[P_contra]):
 
 
 async def receive(
-    request: web.Request, context: Context, place: Place, work: Callable[[bytes | bytearray, Alive], T]
+    request: web.Request, context: Context, place: Place, work: Callable[[bytes | bytearray, ServedModel, Alive], T]
 ) -> T:
     """What `work` makes of the request's body, in a thread. Raises RequestError for all that can be refused."""
+    served = context.served_to(request[NOTE])
     limit_bytes = context.served.settings.server.max_body_bytes
     sent = await read_body(request, limit_bytes, context.limits.body_s, place)
     body, encoding = await _unfolded_if_short(sent, request.headers.get("Content-Encoding", ""), limit_bytes, context)
     size_bytes = limit_bytes if encoding else len(body)
     return await context.slots.run(
-        size_bytes, lambda alive: work(decompressed(body, encoding, limit_bytes, alive), alive)
+        size_bytes, lambda alive: work(decompressed(body, encoding, limit_bytes, alive), served, alive)
     )
 
 

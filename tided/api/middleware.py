@@ -134,7 +134,7 @@ def _log(request: web.Request, note: Note, status: int, seconds: float) -> None:
         line += f" cached_tokens={usage['prompt_cache_hit_tokens']} answer_tokens={usage['completion_tokens']}"
         line += f" ended={_value(generation.ending)}"
     line += f" outcome={_value(note.outcome)}" if note.outcome else ""
-    log.info("%s", line + (f" key={note.key}" if note.key else ""))
+    log.info("%s", line + (f" key={note.key[:6]}" if note.key else ""))
 
 
 def _value(text: str) -> str:

@@ -6,8 +6,7 @@ from tided.api.answers import Answers
 from tided.api.context import CONTEXT, NOTE
 from tided.api.exchange import answer_in_pieces, answer_whole, receive
 from tided.api.openai_wire import ChatWire
-from tided.api.prepare import Prepared, prepare
-from tided.api.slots import Alive
+from tided.api.prepare import prepare
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -26,12 +25,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def _submitted(request: web.Request) -> Answers:
     """What the answer does not need, images above all, is let go here."""
     context = request.app[CONTEXT]
-
-    def work(body: bytes | bytearray, alive: Alive) -> Prepared:
-        return prepare(body, context.served, alive)
-
     with context.admission.place(request.content_length) as place:
-        prepared = await context.images.seen(await receive(request, context, place, work))
+        prepared = await context.images.seen(await receive(request, context, place, prepare))
         if request.headers.get("x-engine-stats") == "0":
             prepared = prepared.without_stats()
         choices, keepalive_s = prepared.choices(), context.limits.keepalive_s

@@ -10,8 +10,7 @@ from tided.api.context import CONTEXT, NOTE
 from tided.api.exchange import answer_in_pieces, answer_whole, receive
 from tided.api.generation import Generation
 from tided.api.ids import new_id
-from tided.api.responses_request import PreparedResponse, prepare_response
-from tided.api.slots import Alive
+from tided.api.responses_request import prepare_response
 from tided.api.sse import comment, event
 from tided.chat.deltas import CallArguments, CallStarted, Content, Delta, Reasoning
 from tided.chat.text import shorten
@@ -34,13 +33,11 @@ async def responses(request: web.Request) -> web.StreamResponse:
 async def _submitted(request: web.Request) -> tuple[Generation, dict[str, Any]]:
     """And the fields that the reply repeats. What the answer does not need, images above all, is let go here."""
     context = request.app[CONTEXT]
-
-    def work(body: bytes | bytearray, alive: Alive) -> PreparedResponse:
-        return prepare_response(body, context.served, alive)
-
     with context.admission.place(request.content_length) as place:
-        response = await receive(request, context, place, work)
+        response = await receive(request, context, place, prepare_response)
         prepared = await context.images.seen(response.prepared)
+        if request.headers.get("x-engine-stats") == "0":
+            prepared = prepared.without_stats()
         generation = Generation(context.engine, prepared, context.served, context.limits.keepalive_s)
     return generation, response.shown
 

@@ -11,13 +11,15 @@ from tided.settings import Settings
 
 @dataclass(frozen=True)
 class ServedModel:
-    """`context_tokens`: the most that one request may hold."""
+    """`context_tokens`: the most that one request may hold. `tenant`: whose prompts are found in the prompt cache;
+    empty: everybody's."""
 
     family: Family
     tokenizer: Tokenizer
     grammars: Grammars
     settings: Settings
     context_tokens: int
+    tenant: str = ""
 
     @classmethod
     def of(cls, family: Family, tokenizer: Tokenizer, settings: Settings) -> "ServedModel":

@@ -33,7 +33,7 @@ async def health(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     engine = dict(context.engine.health())
     status, fault = _STATUS[engine.pop("state")], engine.pop("fault", "")
-    measured = {name: engine.pop(name) for name in ("expert_reads", "data_plane") if name in engine}
+    measured: dict[str, Any] = {name: engine.pop(name) for name in ("expert_reads", "data_plane") if name in engine}
     body = {
         "status": status,
         "engine": "tidelm",

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
-from tided.api.admission import Place
 from tided.api.anthropic_request import prepare_message
 from tided.api.body import parse_object
 from tided.api.context import CONTEXT, Context
@@ -18,7 +17,6 @@ from tided.api.json_text import to_json
 from tided.api.logprob_json import LogprobJson
 from tided.api.prepare import Prepared, fitting_ids, prepare, prepare_object
 from tided.api.served import ServedModel
-from tided.api.slots import Alive
 from tided.chat.fields import Fields, is_number, refuse
 from tided.chat.messages import Prompt, Segment
 from tided.chat.tokenizer import Tokenizer
@@ -46,7 +44,7 @@ class Asked(NamedTuple):
 async def tokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     with context.admission.desk(request.content_length) as place:
-        asked = await _received(request, context, place, tokenize_asked)
+        asked = await receive(request, context, place, tokenize_asked)
         ids = asked.ids
         if asked.conversation is not None:
             ids = (await context.images.seen(asked.conversation)).request.prompt_ids
@@ -62,7 +60,7 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     with context.admission.desk(request.content_length) as place:
-        ids = await _received(request, context, place, detokenize_asked)
+        ids = await receive(request, context, place, detokenize_asked)
     return await _made(context, len(ids), lambda: {"prompt": spelled(ids, context.served.tokenizer).text})
 
 
@@ -70,7 +68,7 @@ async def debug_prompt(request: web.Request) -> web.Response:
     """With the header `anthropic-version` the body is one of /v1/messages, else of /v1/chat/completions."""
     context, messages = request.app[CONTEXT], "anthropic-version" in request.headers
     with context.admission.desk(request.content_length) as place:
-        prepared = await _received(request, context, place, _message_prepared if messages else prepare)
+        prepared = await receive(request, context, place, _message_prepared if messages else prepare)
         prepared = await context.images.seen(prepared)
     ids, conversation = prepared.request.prompt_ids, prepared.chat.conversation
 
@@ -126,12 +124,6 @@ def spelled(ids: Iterable[int], tokenizer: Tokenizer) -> Spelled:
         if one in spellings:
             specials.append([characters - len(spellings[one]), characters])
     return Spelled("".join(parts) + decoder.flush(), specials)
-
-
-async def _received(
-    request: web.Request, context: Context, place: Place, work: Callable[[bytes | bytearray, ServedModel, Alive], T]
-) -> T:
-    return await receive(request, context, place, lambda body, alive: work(body, context.served, alive))
 
 
 def _message_prepared(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> Prepared:
