@@ -38,7 +38,7 @@ def _ended(
     """SIZE columns of a row, as `Ending.ACTIVATION` or `Ending.SWIGLU` says. x [groups, rows, each] fp32."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     there = column < outs
-    at = x + ((column // each) * rows.to(tl.int64) + row) * each + column % each
+    at = x + ((column // each) * rows + row) * each + column % each
     value = to_bf16(tl.load(at, mask=there, other=0.0))
     if SWIGLU:
         gate = tl.minimum(value, limit)
