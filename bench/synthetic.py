@@ -41,6 +41,9 @@ class OneOfTwo:
     def sum(self, part: Tensor) -> Tensor:
         return part
 
+    def gather(self, part: Tensor) -> Tensor:
+        return part.unsqueeze(0)
+
     def concat(self, part: Tensor) -> Tensor:
         return torch.cat([part, part], -1)
 

@@ -25,10 +25,10 @@ CHUNK = 64  # of the hidden size, a program's
 def _hyper_spread(
     streams, output, post, comb, out, fn, partial, rows, hidden,
     S: tl.constexpr, GATES: tl.constexpr, GP: tl.constexpr, RP: tl.constexpr, CH: tl.constexpr,
-    EXPAND: tl.constexpr, MIX: tl.constexpr, CHAINED: tl.constexpr,
+    EXPAND: tl.constexpr, MIX: tl.constexpr, RANKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """streams, out [rows, S, hidden] bf16; output [rows, hidden] fp32; partial [rows, chunks, GP]: GATES products and
-    the sum of squares."""
+    """streams, out [rows, S, hidden] bf16; output [RANKS, rows, hidden] fp32; partial [rows, chunks, GP]: GATES
+    products and the sum of squares."""
     d = tl.program_id(0) * CH + tl.arange(0, CH)
     if MIX and CHAINED:
         at = fn + (tl.arange(0, GP) % GATES) * (S * hidden) + tl.minimum(tl.program_id(0) * CH, hidden - CH)
@@ -39,7 +39,11 @@ def _hyper_spread(
     inside = (r < rows)[:, None] & (d < hidden)[None, :]
     acc, squares = tl.zeros([RP, GP], tl.float32), tl.zeros([RP], tl.float32)
     if EXPAND:
-        y = to_bf16(tl.load(output + r[:, None] * hidden + d[None, :], mask=inside, other=0.0))
+        at = output + r[:, None] * hidden + d[None, :]
+        y = tl.load(at, mask=inside, other=0.0)
+        for rank in tl.static_range(1, RANKS):
+            y += tl.load(at + rank * rows * hidden, mask=inside, other=0.0)
+        y = to_bf16(y)
     for j in tl.static_range(S):
         if EXPAND:
             new = tl.load(post + r * S + j, mask=r < rows, other=0.0)[:, None] * y
@@ -137,8 +141,9 @@ class Mixed:
 
 
 def spread(streams: Tensor, output: Tensor | None, by: Mixed | None, fn: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """streams [R, S, D] bf16; output [R, D] fp32 of the sub-layer that was mixed `by` (None: the streams stay); fn of
-    the mix that comes next (None: none) -> the streams, new where there is an output, and the parts of the mix."""
+    """streams [R, S, D] bf16; output [ranks, R, D] fp32, parts of what the sub-layer gave that was mixed `by`, added in
+    the order of the ranks (None: the streams stay); fn of the mix that comes next (None: none) -> the streams, new
+    where there is an output, and the parts of the mix."""
     rows, width, hidden = streams.shape
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows, a decode step has {MAX_ROWS} at most")
@@ -150,7 +155,8 @@ def spread(streams: Tensor, output: Tensor | None, by: Mixed | None, fn: Tensor 
     _hyper_spread[(chunks,)](
         streams, streams if output is None else output, post, comb, out, streams if fn is None else fn,
         streams if partial is None else partial, rows, hidden, S=width, GATES=gates, GP=padded, RP=MAX_ROWS, CH=CHUNK,
-        EXPAND=output is not None, MIX=fn is not None, num_warps=4, **chain(streams.device),
+        EXPAND=output is not None, MIX=fn is not None, RANKS=1 if output is None else len(output), num_warps=4,
+        **chain(streams.device),
     )  # fmt: skip
     return out, partial
 

@@ -59,7 +59,8 @@ def test_every_rank_has_the_same_bits_added_in_rank_order(tmp_path, ranks):
     assert torch.equal(found[0]["concat"], columns)
     assert torch.equal(found[0]["concat_half"], columns.to(torch.bfloat16))
     assert torch.equal(found[0]["bytes"], columns.to(torch.uint8)[:, ::3])
-    assert found[0]["calls"].item() == 6
+    assert torch.equal(found[0]["gathered"], torch.stack([awkward(rank, (1, 256)) for rank in range(ranks)]))
+    assert found[0]["calls"].item() == 7
 
 
 def test_the_order_matters_for_these_values():

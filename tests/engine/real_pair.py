@@ -60,6 +60,9 @@ class ThreadGroup:
             total = total + other
         return total
 
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._gather(part))
+
     def concat(self, part: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._gather(part), dim=-1)
 

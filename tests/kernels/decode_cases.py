@@ -177,7 +177,9 @@ def case_hyper() -> None:
         mixed = hyper_triton.finish(partial, held, there(pre), by)
         within(f"post, {rows} rows of {hidden}", mixed.post, first.post, 1e-5)
         within("comb", mixed.comb, first.comb, 1e-5)
-        held, partial = hyper_triton.spread(held, there(output), mixed, by.fn)
+        apart = hyper_triton.spread(held, there(split(output)), mixed, None)[0]
+        within("streams of two ranks", apart, new, 1e-3)
+        held, partial = hyper_triton.spread(held, there(output)[None], mixed, by.fn)
         within("streams", held, new, 1e-3)
         mixed = hyper_triton.finish(partial, held, there(pre), by)
         within("pre", mixed.pre, second.pre, 2e-4)

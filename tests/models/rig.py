@@ -128,5 +128,8 @@ class _Member:
             total = total + other
         return total
 
+    def gather(self, part: Tensor) -> Tensor:
+        return torch.stack(self._exchange(part))
+
     def concat(self, part: Tensor) -> Tensor:
         return torch.cat(self._exchange(part), -1)

@@ -72,6 +72,10 @@ class TorchGroup:
             raise TypeError(f"the ranks add fp32, not {part.dtype}")
         return self._timed(part, _add)
 
+    def gather(self, part: Tensor) -> Tensor:
+        """-> [ranks, ...]; any type."""
+        return self._timed(part, _stack)
+
     def concat(self, part: Tensor) -> Tensor:
         """[..., n] -> [..., ranks * n]; any type."""
         return self._timed(part, _concat)
@@ -120,7 +124,7 @@ class TorchGroup:
     def _everywhere(self, part: Tensor, join: Join) -> Tensor:
         gathered = part.new_empty((self.ranks, *part.shape))
         self._group._allgather_base(gathered.view(-1), part.view(-1)).wait()
-        return join(gathered.unbind(0))
+        return gathered if join is _stack else join(gathered.unbind(0))
 
 
 def _add(parts: Sequence[Tensor]) -> Tensor:
@@ -134,7 +138,13 @@ def _concat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=-1)
 
 
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts))
+
+
 def _joined_shape(part: Tensor, ranks: int, join: Join) -> tuple[int, ...]:
+    if join is _stack:
+        return (ranks, *part.shape)
     return (*part.shape[:-1], part.shape[-1] * ranks) if join is _concat else tuple(part.shape)
 
 

@@ -1,4 +1,4 @@
-"""A rank's place in the tensor-parallel group, and the two collectives the models use."""
+"""A rank's place in the tensor-parallel group, and the collectives the models use."""
 
 from typing import Protocol
 
@@ -16,6 +16,10 @@ class Group(Protocol):
         """Sum of the ranks' `part` (fp32, any shape), added in rank order: the same bits on every rank."""
         ...
 
+    def gather(self, part: Tensor) -> Tensor:
+        """The ranks' `part` -> [ranks, ...], for a reader that adds them in rank order itself."""
+        ...
+
     def concat(self, part: Tensor) -> Tensor:
         """The ranks' `part` [..., n] joined along the last dimension in rank order: [..., ranks * n]."""
         ...
@@ -29,6 +33,9 @@ class Alone:
 
     def sum(self, part: Tensor) -> Tensor:
         return part
+
+    def gather(self, part: Tensor) -> Tensor:
+        return part.unsqueeze(0)
 
     def concat(self, part: Tensor) -> Tensor:
         return part

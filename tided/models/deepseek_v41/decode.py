@@ -100,11 +100,11 @@ class DecodeStep:
             assert partial is not None
             mixed = hyper_triton.finish(partial, streams, pre, _mixer(block.hc_attn, block.attn_norm, block.eps))
             places = self._selected(block.attention, mixed, turns, places)
-            output = model.group.sum(self._attention(block, mixed, turns, places))
+            output = model.group.gather(self._attention(block, mixed, turns, places))
             streams, partial = hyper_triton.spread(streams, output, mixed, block.hc_ffn.fn)
             assert partial is not None
             mixed = hyper_triton.finish(partial, streams, mixed.pre, _mixer(block.hc_ffn, block.ffn_norm, block.eps))
-            output = model.group.sum(self._moe(block.moe, mixed))
+            output = model.group.gather(self._moe(block.moe, mixed))
             follows = model.blocks[number + 1] if number + 1 < len(model.blocks) else None
             at_once = follows is not None and follows.layer not in model.engrams.layers
             fn = follows.hc_attn.fn if follows is not None and at_once else None
