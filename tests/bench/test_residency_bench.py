@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import residency  # noqa: E402
 from heldout.texts import read  # noqa: E402
 from residency import tour  # noqa: E402
-from residency_report import ALL, ANSWERS, Answer, Seen, back_after, gain  # noqa: E402
+from residency_report import ALL, ANSWERS, Answer, Seen, back_after, figures, gain  # noqa: E402
 
 MINI = ROOT / "minis" / "deepseek"
 
@@ -90,6 +90,18 @@ def test_gain_is_nats_a_token_with_domains_weighing_alike():
     found = gain(answers(1.0, 1.0, 1.0), answers(2.0, 4.0, 1.0))
     assert found["mean"] == pytest.approx((2.0 + 0.0) / 2)
     assert (found["low"], found["high"]) == pytest.approx((0.5, 1.5))
+
+
+def test_a8_a_set_that_misses_less_and_answers_worse_has_no_gain():
+    """What is missed is not what is lost: the ladder's gains are those of held-out loss."""
+
+    def answers(loss: float, missed: float) -> list[Answer]:
+        seen = [Seen(1, True, 1.0, missed, missed)] * 2
+        return [Answer("a", losses=[loss] * 2, hits=[True, False], seen=seen)]
+
+    less, more = answers(loss=1.5, missed=0.1), answers(loss=1.0, missed=0.4)
+    assert figures(less)["missed"] < figures(more)["missed"]
+    assert gain(less, more)["mean"] == pytest.approx(-0.5)
 
 
 def test_a_tour_changes_the_domain_and_repeats_no_change():

@@ -96,6 +96,18 @@ def test_exact_logits_are_those_of_all_experts_bit_for_bit(numerics, slots):
     assert torch.equal(*logits)
 
 
+def test_r6_a_prompt_that_misses_more_than_there_are_slots_stops_no_rank():
+    """What a layer waits for is read in turns, the same on every rank: none raises while the other waits for its part
+    of a sum."""
+    model = with_tide(opened(2, resident=LEAST, numerics="native"), sync_slots=1)
+    served = Served(model, [ask("a", "exact", tokens=64, answer=4), ask("b", "exact", begin=30, answer=4)])
+    assert served.faults == []
+    assert [len(served.tokens(name)) for name in "ab"] == [4, 4]
+    waits = [rank.executor.urgent.waits.reads for rank in served.ranks]
+    assert waits[0] == waits[1] > 100
+    assert len({rank.executor.urgent.state() for rank in served.ranks}) == 1
+
+
 def test_without_exact_the_answers_differ(whole):
     served = Served(opened(resident=LEAST, numerics="native"), traffic("fast"))
     assert {name: served.tokens(name) for name in "abcde"} != whole

@@ -1,11 +1,18 @@
 """What the pilot is told while prompts and answers are computed, and what becomes of the plans it answers with."""
 
-import numpy as np
-from engine_fakes import EXPERTS, LAYERS, PAIRS, SWAPS, TOP_K, Bench, FakePilot, request
+from dataclasses import replace
 
+import numpy as np
+from engine_fakes import EXPERTS, LAYERS, LIMITS, PAIRS, SWAPS, TOP_K, Bench, FakePilot, request
+
+from tided.engine import core, executor
+from tided.engine.moments import Moments
+from tided.engine.motion import Motion
+from tided.engine.types import Finished
 from tided.settings import Tide
 from tided.tide.demand import Demand, RouterShape
 from tided.tide.history import History
+from tided.tide.hot import HotReads
 from tided.tide.pilot import Pilot, Planned
 
 PICKS = LAYERS * TOP_K  # of one token
@@ -57,7 +64,10 @@ def test_a_plan_between_chunks_serves_the_rest_of_the_prompt():
 
 
 def test_the_pilot_hears_of_every_answer_that_goes_on():
-    bench = Bench(pilot=(pilot := Watching()))
+    at_once = replace(
+        LIMITS, prefill_share=0.99
+    )  # the prompt of b does not wait for the answer to a, however busy we are
+    bench = Bench(pilot=(pilot := Watching()), limits=at_once)
     bench.submit(request("a", prompt=5, max_tokens=24), request("b", prompt=5, max_tokens=26))
     bench.finish()
     together = [step for step in pilot.steps if len(step) == 2]
@@ -98,3 +108,86 @@ def test_the_real_pilot_follows_an_answer_that_leaves_its_prompt():
     assert sorted(bench.engine.executor.residents.pairs) == pilot.residents
     assert pilot.history.demand.requests == 2
     assert np.isfinite(pilot.scores()).all()
+
+
+# To whom a moment is told
+
+
+def moments(pilot: FakePilot | None = None, ring: int = 2) -> tuple[Moments, Motion]:
+    even = np.ones((LAYERS, EXPERTS))
+    motion = Motion(HotReads(RouterShape(LAYERS, EXPERTS, TOP_K), PAIRS, ring, TOP_K, even), 1, 8)
+    return Moments(motion, pilot or FakePilot()), motion
+
+
+def mass(*pairs) -> np.ndarray:
+    grid = np.zeros((LAYERS, EXPERTS))
+    for pair in pairs:
+        grid[pair] = 1.0
+    return grid
+
+
+TOTALS = np.array([2.0, 0.0, 2.0, 0.0])
+OF_PROMPT, OF_ANSWER = [(0, 5), (1, 5)], [(0, 6), (2, 1)]
+
+
+def test_a_request_that_has_ended_is_remembered_whole_with_prompt_and_answer():
+    """Whose prompt is like its prompt is expected to want what its answer wanted."""
+    told, motion = moments()
+    like_before = motion.hot.kin.like(mass(*OF_PROMPT))
+    told.prompt_done(mass(*OF_PROMPT), mass(*OF_PROMPT), TOTALS, 4, 1)
+    told.request_done(mass(*OF_ANSWER), mass(*OF_ANSWER), TOTALS, 4, 1)
+    like = motion.hot.kin.like(mass(*OF_PROMPT))
+    assert all(like[pair] > 2 * like_before[pair] for pair in [*OF_PROMPT, *OF_ANSWER])
+    assert like[0, 7] < like_before[0, 7]
+
+
+def test_a_prompts_share_goes_with_its_request_and_not_with_the_lanes_next():
+    told, motion = moments()
+    told.prompt_done(mass(*OF_PROMPT), mass(*OF_PROMPT), TOTALS, 4, 1)
+    told.request_done(mass(*OF_ANSWER), mass(*OF_ANSWER), TOTALS, 4, 1)
+    told.request_done(mass((1, 6)), mass((1, 6)), TOTALS, 0, 1)  # cancelled in its prompt
+    like = motion.hot.kin.like(mass((1, 6)))
+    assert like[1, 6] > 0.9
+    assert like[1, 5] < 0.1
+
+
+def test_what_a_running_request_is_like_ends_with_it():
+    told, motion = moments()
+    told.prompt_done(mass(*OF_PROMPT), mass(*OF_PROMPT), TOTALS, 4, 1)
+    told.prompt_done(mass(*OF_ANSWER), mass(*OF_ANSWER), TOTALS, 4, 0)
+    told.request_done(mass(*OF_ANSWER), mass(*OF_ANSWER), TOTALS, 4, 1)
+    assert list(motion.hot._like) == [0]
+
+
+def test_a_plan_beside_a_ring_heeds_the_pilots_word_on_what_has_just_gone():
+    class Steady(FakePilot):
+        def steadied(self, scores):
+            return scores * (1.0 - mass((0, 7)))
+
+    asked = {}
+    for pilot in (FakePilot(prompt=SWAPS), Steady(prompt=SWAPS)):
+        told, motion = moments(pilot)
+        motion.hot.observe([7, 6], [0.5, 0.5], 64)  # both are missed badly: (0, 7) and (0, 6)
+        told.prompt_done(mass((0, 7), (0, 6)), mass((0, 7), (0, 6)), TOTALS, 4, 0)
+        asked[type(pilot)] = {load.pair for load in motion.change()[0].load}
+    assert (0, 7) in asked[FakePilot]
+    assert (0, 7) not in asked[Steady]
+    assert (0, 6) in asked[Steady]
+
+
+def test_i6_the_time_of_a_step_ends_when_its_tokens_have_been_read(monkeypatch):
+    """A device works on when a launch returns: only who has read its result knows how long it took."""
+    bench, clock, real, took = Bench(), [100.0], executor.sample, []
+    monkeypatch.setattr(core.time, "monotonic", lambda: clock[0])
+
+    def read_from_the_device(*given):
+        clock[0] += 5.0
+        return real(*given)
+
+    monkeypatch.setattr(executor, "sample", read_from_the_device)
+    bench.engine.scheduler.took = lambda work, seconds, tokens: took.append(seconds)
+    bench.submit(request("a", max_tokens=3))
+    while "a" not in [getattr(event, "request_id", "") for event in bench.events if isinstance(event, Finished)]:
+        bench.turn()
+    assert took == [5.0, 5.0, 5.0]
+    assert bench.end("a").stats["decode_s"] == 10.0

@@ -163,6 +163,13 @@ def test_balanced_spends_its_reads_over_the_layers():
     assert reads.allowed(3, row, routing)[0].nonzero().flatten().tolist() == [*HERE, 6, 7, 8]  # what was left over
 
 
+def test_a_read_is_not_spent_on_what_an_earlier_one_has_left_here():
+    reads = urgent(8, reads=1, weight=0.0)
+    computed(reads, 3, [6])
+    allowed = reads.allowed(3, torch.tensor([1]), routed(reads, [ROW]))
+    assert allowed[0].nonzero().flatten().tolist() == [*HERE, 6, 7]  # 6 is kept, and the one read is for 7
+
+
 def test_the_heaviest_of_all_balanced_rows_together_are_read():
     reads = urgent(8, reads=4, weight=0.0)
     other = [0.1] * 6 + [0.0, 0.0, 0.0, 0.3, 0.6, 0.6]

@@ -470,6 +470,43 @@ def test_r7_a_slot_that_is_freed_is_the_last_to_be_read_into():
     assert taken[-1] == slot
 
 
+def test_r7_a_slot_that_is_freed_is_fenced_before_it_is_read_into(monkeypatch):
+    """On a device, what was launched up to now may still read it: the next load waits for that (`Arena.fence`)."""
+    residents = filled()
+    fenced, arena = [], residents.arena
+    left = arena.slot_of(SWAPS[0][0])
+    monkeypatch.setattr(arena, "fence", fenced.append)
+    apply(residents, SWAPS[:1])
+    assert fenced == [left]
+
+
+def test_r9_what_is_told_of_the_residents_is_what_the_tables_route_to():
+    """No count of its own that could be half of the real one: after any change all three agree."""
+    residents = fake_residents(3, 8, 2, 12, 4, FakeSource(), ring=2)
+    residents.fill(first(3, 4), quiet)
+
+    def agree():
+        routable = residents.tables.routable.clone()
+        for pair in residents.ring:
+            assert bool(routable[pair])
+            routable[pair] = False
+        assert residents.by_layer == tuple(routable.sum(dim=1).tolist())
+        assert residents.count == int(routable.sum()) == len(residents.pairs)
+        return residents.count
+
+    assert agree() == 12
+    apply(residents, SWAPS)
+    assert agree() == 12
+    numbers = begin(residents, [(None, (0, 6)), (None, (1, 7))], 10)
+    wait(residents, numbers)
+    residents.publish(numbers)
+    assert agree() == 12
+    residents.promote([((0, 1), (0, 6))])
+    residents.withdraw([(0, 1)])
+    assert agree() == 12
+    assert residents.by_layer == (4, 3, 5)
+
+
 def test_r5_ring_and_swaps_change_the_tables_in_place():
     residents = with_ring()
     tables = residents.tables

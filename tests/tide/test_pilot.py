@@ -338,6 +338,15 @@ def test_a_long_prompt_of_a_known_topic_causes_no_plan(tmp_path):
     assert Talk(tide).chunk(domain, 2048, left=5) == []
 
 
+@pytest.mark.parametrize(("missed", "plans"), [(19, False), (20, True)])
+def test_a_prompt_that_misses_little_so_far_is_not_planned_for(tmp_path, missed, plans):
+    """By its own misses, whatever there would be to gain: `medium` plans from 2 % on."""
+    tide = settled(tmp_path, Domain(1), sensitivity="medium")
+    counts, mass, _ = Domain(2).demand(512, tide.residents)
+    plan = tide.chunk_done(512, 7, lambda lane: (counts, mass, [1000, missed, 1000.0, missed]), lane=0)
+    assert bool(plan) == plans
+
+
 def test_a_second_plan_follows_when_the_answer_goes_on_elsewhere(tmp_path):
     tide = settled(tmp_path, Domain(1), replan_decode_tokens=100, urgent_miss_rate=1.0)
     talk = Talk(tide)
