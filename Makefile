@@ -42,8 +42,8 @@ test-gpu: setup ## what needs a CUDA device; says so where there is none
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	  then $(BIN)/pytest -m gpu; else echo "no CUDA device here: nothing was tested"; fi
 
-fuzz: setup ## 10,000 requests made from our own document, and 2,000 beside it: answers as documented, never a fault or a hang
-	TIDE_FUZZ_EXAMPLES=650 $(BIN)/pytest -n auto tests/api/test_document_fuzz.py tests/api/test_openai_fuzz.py
+fuzz: setup ## 10,000 requests made from our own document, 2,000 beside it, 20,000 damaged files, messages and answers: never a fault or a hang
+	TIDE_FUZZ_EXAMPLES=650 $(BIN)/pytest -n auto tests/api/test_document_fuzz.py tests/api/test_openai_fuzz.py tests/fuzz
 
 soak: setup ## 500 mixed requests a run over HTTP against the mini, all experts resident and then moving ones; nothing leaks
 	$(BIN)/python -m tests.soak

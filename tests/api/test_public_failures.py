@@ -106,6 +106,22 @@ async def test_the_placeholder_of_an_image_is_text_where_a_client_writes_it(serv
         assert engine.request.images == ()
 
 
+async def test_no_template_comes_from_a_request(server, engine, tokenizer):
+    """Nor an option of one that this server does not know."""
+    engine.script("</think>x")
+    template = "{{ cycler.__init__.__globals__.os.popen('id').read() }}{{ messages }}"
+    await server.ask({"messages": [USER]})
+    plain = engine.request.prompt_ids
+    options = {"chat_template": template, "add_special": template, "tokenize": True, "messages": [USER]}
+    for fields in (
+        {"chat_template": template},
+        {"chat_template_kwargs": options},
+        {"documents": [{"text": template}], "mm_processor_kwargs": options},
+    ):
+        status, _ = await server.ask({"messages": [USER], **fields})
+        assert (status, engine.request.prompt_ids) == (200, plain)
+
+
 TEXT = "🌊涨潮é 👩‍👩‍👧 \ufffd x"
 CUT = "潮"
 
