@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from minis.glm53.checkpoint import EXL3, FP8, dense_of, dense_tensors, mxfp4_experts, write_checkpoint
 from minis.glm53.config import load
@@ -41,12 +42,18 @@ def main() -> None:
         old.unlink()
     total = write_checkpoint(a.out, tensors, cfg)
     raw = json.loads((a.data / "config.json").read_text("utf-8"))
-    _write(a.out / "config.json", raw | {"quantization_config": EXL3 if a.experts else FP8})
+    _write(a.out / "config.json", raw | {"quantization_config": EXL3 | {"bits": _bits(tensors)} if a.experts else FP8})
     _write(a.out / "generation_config.json", _generation(raw))
     _write(a.out / "tokenizer_config.json", _TOKENIZER)
     shutil.copyfile(a.data / "tokenizer.json", a.out / "tokenizer.json")
     size = sum(f.stat().st_size for f in a.out.iterdir() if f.is_file())
     print(f"{total / 1e6:.2f} MB of tensors, {size / 1e6:.2f} MB in all")
+
+
+def _bits(tensors: dict[str, Tensor]) -> float:
+    """Mean width of the experts' matrices: a trellis has 16 words a bit for 256 weights."""
+    words = [t for name, t in tensors.items() if name.endswith(".trellis")]
+    return round(16 * sum(t.numel() for t in words) / sum(256 * t.shape[0] * t.shape[1] for t in words), 4)
 
 
 _TOKENIZER: dict[str, Any] = {
