@@ -70,6 +70,7 @@ def test_at_no_more_bytes_ours_misses_less_than_every_rival(mix, share):
     table = compare(mix.name, [(5, traffic(mix, 3, 5, seed=5))], share, Machine())
     assert table.beaten == list(RIVALS)
     assert table.row(BOUND).missed < table.row(OURS).missed
+    assert table.regret_of_lfu < 0.55
     assert table.row(OURS).covered + table.row(OURS).missed == pytest.approx(1)
 
 
@@ -81,9 +82,11 @@ def test_where_lru_is_at_its_best_ours_reads_less_and_misses_less():
     assert ours.missed_share < lru.missed_share
 
 
-def test_it_does_on_what_the_mini_really_asked_for():
-    table = compare("recorded", [(0, load(RECORDED))], 0.4, Machine())
+@pytest.mark.parametrize("share", [0.4, 0.65])
+def test_it_does_on_what_the_mini_really_asked_for(share):
+    table = compare("recorded", [(0, load(RECORDED))], share, Machine())
     assert table.beaten == list(RIVALS)
+    assert table.regret_of_lfu < 0.5
 
 
 def test_in_the_shuffled_control_nobody_gains():
