@@ -45,9 +45,11 @@ def _hadamard(x, ROWS_: tl.constexpr):
 
 
 @triton.jit
-def _value(state, BOOK: tl.constexpr):
+def _value(state, BOOK: tl.constexpr, ASM: tl.constexpr):
     """state: the 16 bits of a register as uint32 -> its fp16 number (`exl3.table`)."""
-    if BOOK == 2:
+    if ASM:
+        return _two_values(state, BOOK)
+    elif BOOK == 2:
         x = state * 0x83DCD12D
         pairs = (x & 0x00FF00FF) + ((x >> 8) & 0x00FF00FF)
         total = 1024 + (pairs & 0xFFFF) + (pairs >> 16)
@@ -60,27 +62,70 @@ def _value(state, BOOK: tl.constexpr):
 
 
 @triton.jit
-def _register(low, high, J: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, BOOK: tl.constexpr):
+def _two_values(state, BOOK: tl.constexpr):
+    """Two at a time: halves of two words are added at once; or the bytes of a word are summed by one instruction, into
+    the number that a half with this pattern is, and scaled with one rounding."""
+    if BOOK == 2:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, one, scale, offset;
+            mul.lo.u32 a, $1, 0x83DCD12D; mul.lo.u32 b, $2, 0x83DCD12D;
+            mov.b32 one, 0x01010101; mov.b32 scale, 0x1EEE1EEE; mov.b32 offset, 0xC931C931;
+            dp4a.u32.u32 a, a, one, 0x6400; dp4a.u32.u32 b, b, one, 0x6400;
+            prmt.b32 a, a, b, 0x5410; fma.rn.f16x2 $0, a, scale, offset;
+            }""",
+            "=r,r,r", [state], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif BOOK == 1:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c;
+            mul.lo.u32 a, $1, 0xCBAC1FED; mul.lo.u32 b, $2, 0xCBAC1FED;
+            lop3.b32 a, a, 0x8FFF8FFF, 0x3B603B60, 0x6A; lop3.b32 b, b, 0x8FFF8FFF, 0x3B603B60, 0x6A;
+            prmt.b32 c, a, b, 0x5410; prmt.b32 a, a, b, 0x7632; add.rn.f16x2 $0, c, a;
+            }""",
+            "=r,r,r", [state], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c;
+            mad.lo.u32 a, $1, 89226354, 64248484; mad.lo.u32 b, $2, 89226354, 64248484;
+            lop3.b32 a, a, 0x8FFF8FFF, 0x3B603B60, 0x6A; lop3.b32 b, b, 0x8FFF8FFF, 0x3B603B60, 0x6A;
+            prmt.b32 c, a, b, 0x5410; prmt.b32 a, a, b, 0x7632; add.rn.f16x2 $0, c, a;
+            }""",
+            "=r,r,r", [state], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _register(low, high, J: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, BOOK: tl.constexpr, ASM: tl.constexpr):
     """Weight J of a group of G. `low` ends with the group, `high` with its first half."""
     after: tl.constexpr = (G - 1 - J) * (HALF // 2) + (HALF % 2) * (G // 2 - (J + 1) // 2)
     middle: tl.constexpr = (G - G // 2) * (HALF // 2) + (HALF % 2) * (G // 2 - (G // 2) // 2)
     if J < G // 2:
-        return _value((high >> (after - middle)) & 0xFFFF, BOOK)
+        return _value((high >> (after - middle)) & 0xFFFF, BOOK, ASM)
     else:
-        return _value((low >> after) & 0xFFFF, BOOK)
+        return _value((low >> after) & 0xFFFF, BOOK, ASM)
 
 
 @triton.jit
-def _joined(low, high, FIRST: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, BOOK: tl.constexpr):
+def _joined(low, high, FIRST: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, BOOK: tl.constexpr, ASM: tl.constexpr):
     """Weights FIRST, FIRST + 2, .. of a group, the highest bit of their number first."""
     if G == 2:
-        return _register(low, high, FIRST, G, HALF, BOOK)
+        return _register(low, high, FIRST, G, HALF, BOOK, ASM)
     elif G == 4:
-        return tl.join(_register(low, high, FIRST, G, HALF, BOOK), _register(low, high, FIRST + 2, G, HALF, BOOK))
+        return tl.join(
+            _register(low, high, FIRST, G, HALF, BOOK, ASM), _register(low, high, FIRST + 2, G, HALF, BOOK, ASM)
+        )
     else:
         return tl.join(
-            tl.join(_register(low, high, FIRST, G, HALF, BOOK), _register(low, high, FIRST + 4, G, HALF, BOOK)),
-            tl.join(_register(low, high, FIRST + 2, G, HALF, BOOK), _register(low, high, FIRST + 6, G, HALF, BOOK)),
+            tl.join(
+                _register(low, high, FIRST, G, HALF, BOOK, ASM), _register(low, high, FIRST + 4, G, HALF, BOOK, ASM)
+            ),
+            tl.join(
+                _register(low, high, FIRST + 2, G, HALF, BOOK, ASM), _register(low, high, FIRST + 6, G, HALF, BOOK, ASM)
+            ),
         )
 
 
@@ -111,7 +156,7 @@ def _walk(
         high = tl.load(at + tile[:, :, None] + before[None, None, :]).to(tl.uint32, bitcast=True).to(tl.uint64)
         both = (high << 32) | low
         low, high = (both >> skip).to(tl.uint32), (both >> (skip + MIDDLE)).to(tl.uint32)
-        even, odd = _joined(low, high, 0, G, HALF, BOOK), _joined(low, high, 1, G, HALF, BOOK)
+        even, odd = _joined(low, high, 0, G, HALF, BOOK, ASM), _joined(low, high, 1, G, HALF, BOOK, ASM)
         weight = tl.join(even, odd).reshape(DOWN, ACROSS, 8, 4, 2, 2, 2)
         weight = weight.permute(0, 3, 5, 6, 1, 2, 4).reshape(DOWN * 16, ACROSS * 16)
         rows = tl.load(x[:, None] + ((first + step * DOWN) * 16 + column)[None, :], mask=valid[:, None], other=0.0)
