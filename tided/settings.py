@@ -212,7 +212,7 @@ class Engine(Section, frozen=True):
         ),
     ] = 12
     draft: Annotated[
-        Literal["off", "1", "2", "3", "4", "5", "acceptance", "confidence"],
+        Literal["off", "1", "2", "3", "4", "5", "6", "7", "acceptance", "confidence"],
         _doc(
             "numbers",
             "Tokens of the model's own drafter that a step verifies: none, so many, or as many as pay, by what was "

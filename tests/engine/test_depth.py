@@ -262,3 +262,44 @@ def test_lanes_share_the_rows_by_what_they_bring():
     plans = [depths.plan([Row(0, 99), Row(1, 99)])[0] for _ in range(3)]
     assert plans[0][0] >= 4
     assert plans[0][1] <= 1
+
+
+def chained(rights, per_place_s: float, step_s: float = 0.1, row_s: float = 0.005, steps: int = 60, mode="acceptance"):
+    """One lane whose drafts are right so many times in a row; a proposal costs by its tokens. -> places asked for."""
+    depths, made, asked = Depths(mode, 7, one_by_one=True), 0, []
+    if depths.begin(Row(0, 100)):
+        made = depths.places
+        depths.begun(0, [2.0] * made, made * per_place_s)
+    for step in range(steps):
+        (depth,), more = depths.plan([Row(0, 100)])
+        assert depth <= made
+        came = 1 + min(depth, rights(step))
+        made = depths.places if more else 0
+        asked.append(made)
+        seconds = step_s + row_s * depth
+        depths.done({0: (depth, came)}, {0: [2.0] * made}, seconds, made * per_place_s if more else None)
+    return asked
+
+
+def test_a_chain_is_as_long_as_its_tokens_are_worth():
+    """Drafts that are all right, at a twentieth of a step each: all seven. The first two right: about two. At twice a
+    step each: none but probes of one."""
+    cheap, short, hopeless = chained(lambda _: 7, 0.005), chained(lambda _: 2, 0.03), chained(lambda _: 7, 0.2)
+    assert min(cheap[20:]) >= 6
+    assert 2 <= min(short[40:]) <= max(short[40:]) <= 4
+    assert sum(hopeless[20:]) < 6
+    assert set(hopeless[20:]) <= {0, 1}
+
+
+def test_a_chain_follows_what_is_accepted():
+    """Right for a while, then never: it grows, then rests but for probes, and grows again."""
+    found = chained(lambda step: 7 if step < 60 or step >= 160 else 0, 0.01, steps=260)
+    assert min(found[30:60]) >= 5
+    assert sum(found[110:160]) < 15
+    assert max(found[240:]) >= 5
+
+
+def test_a_block_that_is_made_at_once_has_no_places():
+    depths = Depths("acceptance", 5)
+    depths.begin(Row(0, 100))
+    assert depths.places == 0

@@ -115,13 +115,13 @@ def test_a_chain_attends_to_the_first_choice_and_to_itself(sharing, tokens, monk
 
     monkeypatch.setattr(type(drafter.block.attention), "over", watch)
     sharing.propose([lane], tokens[PROMPT : PROMPT + 1], greedy)
-    first, second, third = seen
+    first, second, third, *_ = seen
     top_k = drafter.block.attention.indexer.top_k
     assert PROMPT > top_k >= len(first) - 1
     old = first[:-1]  # the cache's; behind them the chain's own
     assert torch.equal(second[: len(old)], old)
     assert torch.equal(third[: len(second)], second)
-    assert [len(rows) - len(old) for rows in seen] == [1, 2, 3]
+    assert [len(rows) - len(old) for rows in seen] == [1, 2, 3, 4, 5, 6, 7]
     assert not torch.equal(second[-1], second[-2])
     sharing.close_lane(lane)
 
@@ -132,4 +132,16 @@ def test_confidence_is_the_logit_of_each_token_by_itself(sharing, tokens):
     draft = sharing.propose([lane], tokens[PROMPT : PROMPT + 1], greedy)
     wanted = torch.softmax(draft.logits, -1).gather(2, draft.ids.unsqueeze(2)).squeeze(2)
     torch.testing.assert_close(torch.sigmoid(draft.confidence), wanted, rtol=1e-4, atol=1e-6)
+    sharing.close_lane(lane)
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_a_chain_is_no_longer_than_is_asked_for(sharing, tokens, places):
+    """And the tokens of a short one are the first of a long one."""
+    lane = sharing.open_lane(0)
+    sharing.prefill(lane, tokens[:PROMPT], "none")
+    anchor = tokens[PROMPT : PROMPT + 1]
+    short, whole = sharing.propose([lane], anchor, greedy, places), sharing.propose([lane], anchor, greedy)
+    assert (short.ids.shape[1], whole.ids.shape[1]) == (places, 7)
+    assert torch.equal(short.ids, whole.ids[:, :places])
     sharing.close_lane(lane)

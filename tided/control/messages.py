@@ -64,22 +64,24 @@ class Recall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Compute prompt tokens [start, start + count) of a lane; the last chunk also samples the first token. `count` 0:
     the whole prompt was restored, and the first token is drawn from the restored logits. `propose`: draft what may come
-    behind that token."""
+    behind that token; `places`: so many tokens, 0: as many as the drafter gives."""
 
     lane: int
     start: int
     count: int
     propose: bool = False
+    places: int = 0
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A step of each of these lanes, in this order. `drafts`: how many of a lane's proposed tokens are verified with it
     (empty: none of any); which they are every rank knows from replicated logits. `propose`: draft for the lanes after
-    it; what was proposed before is over."""
+    it, `places` tokens or, at 0, as many as the drafter gives; what was proposed before is over."""
 
     lanes: list[int]
     drafts: list[int] = []
     propose: bool = False
+    places: int = 0
 
 
 class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

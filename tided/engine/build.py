@@ -251,7 +251,7 @@ def draft_depths(settings: Settings, model: Model) -> Depths:
     """The policy that `engine.draft` names, for a model that was loaded by the same settings."""
     draft = settings.engine.draft
     if draft == "off" or draft == "acceptance" or draft == "confidence":
-        return Depths(draft, model.draft_tokens)
+        return Depths(draft, model.draft_tokens, one_by_one=model.drafts_one_by_one)
     return Depths("fixed", model.draft_tokens, int(draft))
 
 

@@ -23,6 +23,7 @@ SELDOM = 5  # newest samples of a width that has fewer young ones
 OLD_STEPS = 400  # a sample counts for so long
 ROW_SHARE = 0.35  # of a plain step, that a row more is believed to cost until it was measured
 DRAFT_SHARE = 0.3  # of a plain step, that a proposal is believed to cost until it was measured
+PLACE_SHARE = 0.1  # the same of each token, where they are made one by one
 SPREAD = 0.7  # w rows of a lane touch w^SPREAD times the experts of one: 21 where one row picks 6, at 6 rows
 SLOPES = 31  # that the cost of an expert is the median of
 LEAST_SLOPES = 8  # fewer say nothing
@@ -63,7 +64,8 @@ class Appetite:
 class Costs:
     """Seconds of steps without the drafter, and of the drafter by its lanes. `widths`: lane -> its rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, draft_share: float = DRAFT_SHARE) -> None:
+        self._draft_share = draft_share
         self._steps: dict[tuple[int, int], deque[Sample]] = {}
         self._drafts: dict[int, deque[Sample]] = {}
         self._slopes: deque[float] = deque(maxlen=SLOPES)
@@ -101,7 +103,7 @@ class Costs:
         """Of a proposal, in the unit of `step`."""
         times = self._young(self._drafts.get(len(lanes), ()))
         if not times or not self._net(len(lanes)):
-            return DRAFT_SHARE * self.step(dict.fromkeys(lanes, 1))
+            return self._draft_share * self.step(dict.fromkeys(lanes, 1))
         return statistics.median_low(sample.seconds for sample in times)
 
     def step(self, widths: Mapping[int, int]) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from tided.engine.costs import NOTHING, Costs, Touched
+from tided.engine.costs import DRAFT_SHARE, NOTHING, PLACE_SHARE, Costs, Touched
 
 Mode = Literal["off", "fixed", "acceptance", "confidence"]
 
@@ -108,12 +108,17 @@ class Row(NamedTuple):
 
 class Depths:
     """`begin` and `begun` before and after a prompt's last chunk, `plan` and `done` before and after a decode step,
-    `forget` when a lane is free. `most`: tokens of a block."""
+    `forget` when a lane is free. `most`: tokens of a block. `one_by_one`: each of them costs as much as the one before
+    it, so no more are made than are worth it; what a proposal costs is then told by the token.
 
-    def __init__(self, mode: Mode, most: int, fixed: int = 0) -> None:
+    `places`: tokens of the proposal that was decided on last, 0: a whole block."""
+
+    def __init__(self, mode: Mode, most: int, fixed: int = 0, one_by_one: bool = False) -> None:
         self.mode, self.most = mode, most
         self.fixed = min(fixed, most)
-        self.costs = Costs()
+        self.costs = Costs(PLACE_SHARE if one_by_one else DRAFT_SHARE)
+        self.places = 0
+        self._one_by_one = one_by_one
         self._lanes: dict[int, LaneDrafts] = {}
         self._waiting: set[int] = set()  # lanes of the newest step that may wait for experts
         self._prior = PRIOR
@@ -134,7 +139,7 @@ class Depths:
         """`sure`: the confidence of what was proposed behind the lane's prompt, within `draft_s`."""
         self._lane(lane).sure = list(sure)
         if draft_s is not None:
-            self.costs.drafted(1, draft_s)
+            self.costs.drafted(1, draft_s / (self.places or 1))
 
     def plan(self, rows: Sequence[Row]) -> tuple[list[int], bool]:
         """The drafts to verify of each lane, and whether to draft after the step."""
@@ -162,7 +167,7 @@ class Depths:
             return
         self.costs.tell({lane: 1 + depth for lane, (depth, _) in rows.items()}, seconds, touched, self._waiting)
         if draft_s is not None:
-            self.costs.drafted(len(rows), draft_s)
+            self.costs.drafted(len(rows), draft_s / (self.places or 1))
         for index, (depth, tokens) in rows.items():
             lane = self._lane(index)
             lane.stepped(depth, tokens)
@@ -208,17 +213,22 @@ class Depths:
         due = [] if drafted else [lane for lane in lanes.values() if lane.quiet >= lane.gap]
         for lane in due:
             lane.probe()
+        if self._one_by_one:
+            self.places = max([PROBED, *(depths[lane] for lane in drafted)])
         return bool(drafted or due)
 
     def _best(self, gains: Mapping[int, Sequence[float]], draft_s: float) -> tuple[dict[int, int], float]:
-        """gains: lane -> survival by place. The depth of each lane that brings the most tokens a second, and by what
-        factor that beats plain decoding. Survival never rises with the place, so rows are taken in order of it."""
+        """gains: lane -> survival by place; `draft_s` of a proposal, or of each of its places. The depth of each lane
+        that brings the most tokens a second, and by what factor that beats plain decoding. Survival never rises with
+        the place, so rows are taken in order of it."""
         depths, widths = dict.fromkeys(gains, 0), dict.fromkeys(gains, 1)
         ranked = sorted((-gain, place, lane) for lane, found in gains.items() for place, gain in enumerate(found))
         plain, tokens, best = self.costs.step(widths) / len(gains), float(len(gains)), 1.0
+        made = 1
         for gain, place, lane in ranked:
             tokens, widths[lane] = tokens - gain, place + 2
-            win = tokens * plain / (self.costs.step(widths) + draft_s)
+            made = max(made, place + 1) if self._one_by_one else 1
+            win = tokens * plain / (self.costs.step(widths) + made * draft_s)
             if win > best:
                 best, depths = win, {lane: rows - 1 for lane, rows in widths.items()}
         return depths, best

@@ -228,7 +228,7 @@ class Executor:
             self.sight.drop(lane.request.request_id)
             self._draw([work.lane], logits, outcome)
             outcome.prompt_demand = self.tap.take(work.lane)
-            self._propose([lane], work.propose)
+            self._propose([lane], work.propose, work.places)
 
     def _save(self, index: int) -> None:
         """The lane's context becomes a snapshot; a strict one, unless the routable set changed on the way."""
@@ -252,7 +252,7 @@ class Executor:
             logits = self.model.decode(states, self._ids([token for block in blocks for token in block]), counts)
             for index, block, rows in zip(work.lanes, blocks, torch.split(logits, counts), strict=True):
                 self._verify(index, block, rows, outcome)
-        self._propose(lanes, work.propose)
+        self._propose(lanes, work.propose, work.places)
 
     def _ids(self, tokens: list[int]) -> Tensor:
         """On the CPU, where a model looks at them too."""
@@ -272,7 +272,7 @@ class Executor:
         lane.token = tokens[-1]
         outcome.tokens += [(index, token) for token in tokens]
 
-    def _propose(self, lanes: list[Lane], wanted: bool) -> None:
+    def _propose(self, lanes: list[Lane], wanted: bool, places: int) -> None:
         """Of the lanes whose draws may be foreseen, and no more than their answers may still have."""
         began_s = time.perf_counter()
         for lane in lanes:
@@ -282,9 +282,9 @@ class Executor:
             choose = drafting.chooser(
                 [lane.request.sampling for lane in open_], [lane.state.position + 1 for lane in open_]
             )
-            draft = self.model.propose(
-                [lane.state for lane in open_], self._ids([lane.token for lane in open_]).to(self._device), choose
-            )
+            states, anchors = [lane.state for lane in open_], self._ids([lane.token for lane in open_])
+            few = (places,) if places else ()
+            draft = self.model.propose(states, anchors.to(self._device), choose, *few)
             for lane, ids, sure in zip(open_, draft.ids.tolist(), draft.confidence.tolist(), strict=True):
                 lane.drafts, lane.sure = ids[: lane.draft_room], sure[: lane.draft_room]
         self.draft_s = time.perf_counter() - began_s if open_ else 0.0

@@ -294,14 +294,16 @@ class Scheduler:
         if not decoding:
             return None
         drafts, propose = self.depths.plan([row_of(running) for running in decoding])
-        return Decode([running.lane for running in decoding], drafts if any(drafts) else [], propose)
+        lanes = [running.lane for running in decoding]
+        return Decode(lanes, drafts if any(drafts) else [], propose, self.depths.places if propose else 0)
 
     def _chunk(self, newcomer: Running) -> Prefill:
         """Behind the prompt's last chunk comes the first token: what follows it is drafted at once."""
         work = newcomer.chunk(self.limits.chunk_tokens)
         if newcomer.in_prefill:
             return work
-        return structs.replace(work, propose=self.depths.begin(row_of(newcomer, 1)))
+        propose = self.depths.begin(row_of(newcomer, 1))
+        return structs.replace(work, propose=propose, places=self.depths.places if propose else 0)
 
     def _answers_first(self, newcomer: Running) -> bool:
         return self._prefilled_last or not self.pace.may_prefill(newcomer.next_tokens(self.limits.chunk_tokens))

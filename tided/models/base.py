@@ -106,8 +106,14 @@ class Model(Protocol):
         """Most tokens that `propose` gives; 0: the model was loaded without a drafter."""
         ...
 
-    def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose) -> Draft:
-        """What may follow anchors [R] int64, the tokens that come after the contexts of R lanes. Changes nothing."""
+    @property
+    def drafts_one_by_one(self) -> bool:
+        """Whether each token of a proposal costs as much as the one before it; else all are made at once."""
+        ...
+
+    def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose, places: int = 0) -> Draft:
+        """What may follow anchors [R] int64, the tokens that come after the contexts of R lanes. Changes nothing.
+        `places`: no more tokens are wanted, though there may be; 0: all."""
         ...
 
     def lane_parts(self, lane: LaneState) -> dict[str, Tensor]:

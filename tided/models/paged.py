@@ -3,6 +3,7 @@ no mathematics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -33,6 +34,7 @@ class PagedLanes:
     context_shape: ContextShape
     context_tokens: int  # most tokens of one lane
     norm: Tensor  # lies where contexts do
+    drafts_one_by_one: ClassVar[bool] = False
 
     def open_lane(self, index: int) -> Context:
         context = Context(index, self.context_shape, self.norm.device)

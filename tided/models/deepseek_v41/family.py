@@ -41,6 +41,9 @@ class DeepseekV41Family:
         """Compressed rows are rounded to the model's own formats, and every rank's heads need all of them."""
         if settings.cache.dtype != "bf16":
             raise ConfigError(f"cache.dtype = {settings.cache.dtype!r}: this model has its own", hint='leave it "bf16"')
+        draft = settings.engine.draft
+        if draft.isdigit() and int(draft) > (block := read_config(config).text_config.dspark_block_size):
+            raise ConfigError(f"engine.draft = {draft!r}: this drafter proposes {block} tokens", hint="set fewer")
         if settings.cache.split:
             raise ConfigError(
                 "cache.split = true: every rank of this model keeps all of a context", hint="leave it out"

@@ -105,8 +105,9 @@ class DeepseekV41(PagedLanes):
     def draft_tokens(self) -> int:
         return 0 if self.drafter is None else self.drafter.size
 
-    def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose) -> Draft:
-        """What may follow anchors [R] int64, the tokens that come after the contexts. Changes nothing."""
+    def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose, places: int = 0) -> Draft:
+        """What may follow anchors [R] int64, the tokens that come after the contexts. Changes nothing. Always a whole
+        block, which is made at once."""
         if self.drafter is None:
             raise ConfigError("this model was loaded without its drafter", hint="set draft in [engine]")
         return self.drafter.propose([context_of(lane) for lane in lanes], anchors, choose)

@@ -31,7 +31,7 @@ from tided.models.glm53.weights import Weights
 from tided.models.parallel import Group
 
 STATES = 16  # of the trunk that a context remembers: a verified block and one before it
-CHAIN = 3  # tokens, where a policy chooses how many of them are verified; each costs a pass of the layer
+CHAIN = 7  # tokens at most, where a policy chooses how many are made; each costs a pass of the layer
 
 
 @dataclass
@@ -92,14 +92,14 @@ class Drafter:
         attention.indexer.keep(step, normed)
 
     @torch.inference_mode()
-    def propose(self, lanes: list[Context], anchors: Tensor, choose: Choose) -> Draft:
-        """anchors [R] int64: the token of each lane that comes after its context."""
+    def propose(self, lanes: list[Context], anchors: Tensor, choose: Choose, places: int = 0) -> Draft:
+        """anchors [R] int64: the token of each lane that comes after its context. `places` tokens, or `size`."""
         attention, none = self.block.attention, self.norm.new_empty
         widths = attention.rows.row_dim, attention.pool.keys[self.block.layer].shape[1]
         chains = [_Chain(lane, none(0, widths[0]), none(0, widths[1])) for lane in lanes]
         states = torch.cat([_state(lane, lane.position - 1) for lane in lanes])
         ids, logits, sure, token = [], [], [], anchors
-        for place in range(self.size):
+        for place in range(min(places or self.size, self.size)):
             states = self._step(chains, place, self._joined(token, states))
             logits.append(self.group.concat(product(states, self.head, self.numerics)))
             token = choose(place, logits[-1])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class Glm53(PagedLanes):
     group: Group
     numerics: Numerics
     drafter: Drafter | None = None
+    drafts_one_by_one: ClassVar[bool] = True
 
     def prefill(
         self,
@@ -108,8 +109,8 @@ class Glm53(PagedLanes):
     def draft_tokens(self) -> int:
         return 0 if self.drafter is None else self.drafter.size
 
-    def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose) -> Draft:
+    def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose, places: int = 0) -> Draft:
         """See `Model`."""
         if self.drafter is None:
             raise ConfigError("this model was loaded without its drafter", hint="set draft in [engine]")
-        return self.drafter.propose([context_of(lane) for lane in lanes], anchors, choose)
+        return self.drafter.propose([context_of(lane) for lane in lanes], anchors, choose, places)
