@@ -110,6 +110,8 @@ async def test_wrong_values_are_named(server, fields):
     [
         ({"n": 5}, "n", "1 to 4"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "schema"),
+        ({"response_format": {"type": "json_schema", "name": "x"}}, "response_format.schema", "schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {}}},
             "response_format.json_schema.schema",

@@ -71,7 +71,8 @@ def parse_format(body: Fields, name: str = "response_format") -> Format | None:
         return Format({"type": "object"}, shown=False, param=given.param("type"))
     if kind != "json_schema":
         given.wrong("type", "text, json_object or json_schema")
-    inner = given.fields("json_schema") if given.get("json_schema") is not None else given
+    nested = given.get("json_schema") is not None or (given.get("schema") is None and given.get("name") is None)
+    inner = given.fields("json_schema") if nested else given
     inner.boolean("strict")
     if inner.get("schema") is None:
         refuse(inner.param("schema"), "expected a JSON schema")
