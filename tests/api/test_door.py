@@ -512,5 +512,6 @@ async def test_what_is_no_request_is_refused(serve, engine, noise):
         status, error = await refusal(reader)
         assert status in (400, 404, 408)
         assert "\\x" not in error["message"]
+        assert ("https" in error["message"]) == (not noise[:1].isalpha())
         writer.close()
     assert len(engine.answers) == 1

@@ -6,7 +6,7 @@ import logging
 from http import HTTPStatus
 
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_exceptions import BadHttpMethod, InvalidHeader, LineTooLong
 
 from tided.api.context import CONTEXT
 from tided.api.errors import engine_failed, error_body, error_response, unavailable
@@ -27,6 +27,14 @@ class _Wordless(logging.Filter):
 
 log = logging.getLogger("tided.http")
 log.addFilter(_Wordless())
+
+
+_FAULTS: dict[type[BaseException], str] = {
+    LineTooLong: "a line of it is longer than 8190 bytes",
+    InvalidHeader: "one of its fields is malformed",
+    BadHttpMethod: "it does not begin as HTTP/1.1 does (https is not spoken here)",
+}
+_OTHER = "it is malformed, or has more than 128 fields"
 
 
 class Handler(web.RequestHandler):
@@ -51,7 +59,7 @@ class Handler(web.RequestHandler):
         super().handle_error(request, status, exc, message)  # logs it; raises where a reply has begun
         error = engine_failed("The server failed while answering this request.")
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            what = "a line of it is too long" if isinstance(exc, LineTooLong) else "it is no HTTP/1.1"
+            what = next((words for kind, words in _FAULTS.items() if isinstance(exc, kind)), _OTHER)
             error = RequestError(f"The head of the request cannot be read: {what}.", status=status)
         response = error_response(error, 1, error_body(error))
         response.headers["x-request-id"] = request_id(None)
