@@ -132,6 +132,25 @@ def test_a_habit_that_ends_is_forgotten():
     assert shares[39] < 0.4
 
 
+def test_however_long_it_lasts_a_change_stays_possible():
+    habit, stays = Habit(), cases([topic(1)], 4.0, [topic(0)], topic(0), 0.93)
+    for _ in range(1500):
+        habit.await_next(stays, BUDGET, FLOOR)
+        habit.came(topic(0))
+    assert 0.95 < habit.share < 0.99
+    scores = rest_scores(cases([topic(1)], 4.0, [topic(0)], topic(0), 0.93, habit.share), BUDGET, FLOOR)
+    assert np.isfinite(scores).all()
+
+
+def test_of_many_requests_behind_a_rest_the_first_is_asked():
+    habit = Habit()
+    habit.await_next(cases([topic(1)], 4.0, [topic(0)], topic(0), 0.93), BUDGET, FLOOR)
+    habit.came(topic(0))
+    after_one = habit.share
+    habit.came(topic(1))
+    assert habit.share == after_one > 0.5
+
+
 def test_a_request_behind_no_rest_says_nothing_about_the_habit():
     habit = Habit()
     habit.came(topic(0))

@@ -20,7 +20,7 @@ ROUNDS = 12  # of the search; each looks for the best set of all, so the harm of
 HARM = 2.0  # harm is the missed share to this power: so the mini's loss grows from budget to budget; 1 is a mean
 LAST_REQUESTS = 3.0  # half-life of what was asked last
 HABIT_REQUESTS = 16.0  # half-life of how often requests asked for more of the same
-
+LEAST_HABIT = 0.5  # requests: neither way is ever ruled out
 
 Flags = npt.NDArray[np.bool_]  # [layers * experts]
 
@@ -33,8 +33,8 @@ class Cases(NamedTuple):
 
 
 class Habit:
-    """Do requests ask for more of the same? Of each that came it is asked which would have served it better: all that
-    fits of what was asked last, or all that fits of everything else."""
+    """Do requests ask for more of the same? Of the first behind each rest it is asked which would have served it
+    better: all that fits of what was asked last, or all that fits of everything else."""
 
     def __init__(self) -> None:
         self._stayed = self._moved = 1.0
@@ -56,9 +56,9 @@ class Habit:
         if self._sets is None:
             return
         last, others = (float(vote.ravel()[kept].sum()) for kept in self._sets)
-        keep = 0.5 ** (1.0 / HABIT_REQUESTS)
-        self._stayed = keep * self._stayed + (last > others)
-        self._moved = keep * self._moved + (last <= others)
+        keep, self._sets = 0.5 ** (1.0 / HABIT_REQUESTS), None
+        self._stayed = max(LEAST_HABIT, keep * self._stayed + (last > others))
+        self._moved = max(LEAST_HABIT, keep * self._moved + (last <= others))
 
 
 def cases(
