@@ -156,41 +156,33 @@ def inner(matrix: Exl3Matrix) -> Tensor:
 
 
 def states(trellis: Tensor) -> Tensor:
-    """trellis [.., .., 16 * bits] int16 -> [.., .., 256] int32: each weight's register, in the order of the stream.
+    """trellis [.., .., 16 * bits] int16 -> [.., .., 256] int64: each weight's register, in the order of the stream.
 
-    The ring's bits are those of its 32-bit words, the most significant first; a weight's bits end its register."""
-    last, first, low, high, mask = _windows(trellis.shape[-1] // 8, trellis.device)
-    words = trellis.contiguous().view(torch.int32)  # pairs of words, the first of a pair below
-    # Shifts of signed words carry the sign along; the masks take off what is not the register's.
-    below = words.index_select(-1, last).bitwise_right_shift_(low)
-    above = words.index_select(-1, first).bitwise_left_shift_(high)
-    return below.bitwise_and_(mask).bitwise_or_(above.bitwise_and_(~mask)).bitwise_and_(STATES - 1)
+    The ring's bits are those of its 32-bit words, the most significant first; a weight's bits end its register. A few
+    neighbours lie in the same two words."""
+    before, last, shifts = _windows(trellis.shape[-1] // 8, trellis.device)
+    words = trellis.contiguous().view(torch.int32)  # pairs of halves, the first of a pair below
+    upper, lower = (words.index_select(-1, one).to(torch.int64) for one in (before, last))
+    window = (upper << 32) | (lower & 0xFFFFFFFF)
+    return (window.unsqueeze(-1) >> shifts).bitwise_and_(STATES - 1).flatten(-2)
 
 
 @cache
-def _windows(half_bits: int, device: torch.device) -> tuple[Tensor, ...]:
-    """[256] each: the words that hold a register's last and first bit, the shifts of both, and which of the register's
-    bits the last word has."""
-    ends = _ends(half_bits)
-    words = 4 * half_bits
-    last, first = (ends - 1) >> 5, ((ends - STATES.bit_length() + 1) % (32 * words)) >> 5
-    low = 31 - ((ends - 1) & 31)
-    own = torch.where(last == first, 16, (32 - low).clamp(max=16))  # bits of the register in the last word
-    high = torch.where(own < 16, own, 0)
-    mask = torch.where(own < 16, (1 << own) - 1, STATES - 1)
-    return tuple(
-        part.to(device, kind)
-        for part, kind in zip(
-            (last, first, low, high, mask), (torch.int64, torch.int64, *[torch.int32] * 3), strict=True
-        )
-    )
+def _windows(half_bits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the groups whose registers lie in two words: the first and the second of these [groups], and how far each
+    register is shifted [groups, 256 / groups]."""
+    size = 8 if half_bits <= 6 or half_bits == 8 else 2 if half_bits == 14 else 4
+    ends = _ends(half_bits).view(-1, size)
+    last = (ends[:, -1:] - 1) >> 5
+    before, shifts = (last - 1) % (4 * half_bits), 32 * last + 32 - ends
+    return before.flatten().to(device), last.flatten().to(device), shifts.to(device)
 
 
 def _ends(half_bits: int) -> Tensor:
     """[256]: where each weight's bits end in the ring. At half widths every second weight has a bit more."""
     numbers = torch.arange(256)
-    widths = half_bits // 2 + (numbers & 1 if half_bits % 2 else 0 * numbers)
-    return widths.cumsum(0)
+    each = half_bits // 2 + (numbers & 1 if half_bits % 2 else 0 * numbers)
+    return each.cumsum(0)
 
 
 @cache
