@@ -425,6 +425,35 @@ def fit(
 
 
 @app.command()
+def synth(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory, or an unfinished one of the same kind.")],
+    like: Annotated[str, typer.Option(metavar="NAME", help="Whose shapes: ds41.")] = "ds41",
+    layers: Annotated[int, typer.Option(metavar="N", help="Its first layers, 2 at least.")] = 40,
+    experts: Annotated[int, typer.Option(metavar="N", help="Routed experts of a layer.")] = 384,
+    engram_vocabulary: Annotated[
+        int, typer.Option(metavar="N", min=200, help="Rows of an Engram table for each of its 24 hash heads.")
+    ] = 16_000_000,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Other numbers.")] = 0,
+    in_memory: Annotated[
+        bool, typer.Option("--in-memory", help="Write headers alone; the numbers are made as the engine reads them.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint of made-up weights in a released model's shapes, to try what a machine can hold and how fast.
+
+    Names, formats and shards are the released model's; answers are noise. What is ended goes on where it stopped when
+    it is run again.
+
+    \b
+      tidectl synth /tmp/ds41 --in-memory
+      tidectl synth /data/ds41-small --layers 4 --experts 32 --engram-vocabulary 100000
+    """
+    from tidectl import synth
+
+    synth.run(out, like, layers, experts, engram_vocabulary, seed, in_memory, json)
+
+
+@app.command()
 def version(json: Json = False) -> None:
     """Show the versions of TideLM and of what it computes with."""
     from tidectl import about

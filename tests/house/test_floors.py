@@ -46,6 +46,7 @@ FLOORS: dict[str, set[str]] = {
     # A daemon is reached by its files, its socket or HTTP; the offline command computes without one.
     "tidectl": {
         "packers", "tided.profile", "tided.control.state", "tided.control.files", "tided.engine.offline",
+        "tided.engine.synthetic",
         "tided.engine.packing", "tided.tide", "tided.sim", "tided.chat", "tided.api.chat_request", "tided.api.messages",
         "tided.api.shape",
     },

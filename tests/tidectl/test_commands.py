@@ -31,6 +31,7 @@ COMMANDS = [
     "chat",
     "logits",
     "pack",
+    "synth",
     "render",
     "parse",
     "version",

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.record import ExpertRecord, Part
+from packers.generated import GeneratedFile
 from packers.shards import Checkpoint, TensorInfo
 from tided.errors import TensorError
 from tided.experts.files import RangeFile, Staging, span_bytes
@@ -61,7 +62,7 @@ class RunSource:
             raise ValueError(f"rank {rank} of {ranks}")
         self.ranks, self.rank = ranks, rank
         self.checkpoint = checkpoint
-        self._files: dict[Path, RangeFile] = {}
+        self._files: dict[Path, RangeFile | GeneratedFile] = {}
         self._staging = Staging()
         self._lock = threading.Lock()
         self._stats = ReadStats()
@@ -107,11 +108,12 @@ class RunSource:
             whole = read[cut.begin - begin : cut.end - begin].reshape(part.rows, -1)
             slot[part.offset : part.offset + part.nbytes].reshape(part.rows, -1)[:] = whole[:, cut.columns]
 
-    def _file(self, path: Path) -> RangeFile:
+    def _file(self, path: Path) -> RangeFile | GeneratedFile:
         with self._lock:
             file = self._files.get(path)
             if file is None:
-                file = self._files[path] = RangeFile(path)
+                made = self.checkpoint.generated.get(path)
+                file = self._files[path] = RangeFile(path) if made is None else made.file(path)
             return file
 
     def _count(self, read_bytes: int, reads: int, seconds: float) -> None:

@@ -56,6 +56,12 @@ def layer_hashing(t: TextConfig) -> dict[int, Hashing]:
     return found
 
 
+def table_rows(vocabulary: int, columns: int, layers: int) -> tuple[int, ...]:
+    """`engram_num_embeddings` of so many layers whose hash heads begin at `vocabulary`."""
+    unused = _primes_from(vocabulary)
+    return tuple(sum(islice(unused, columns)) for _ in range(layers))
+
+
 def _multipliers(layer: int, count: int, compressed_vocab: int) -> Ints:
     """Odd, and small enough that an id times a multiplier stays below 2^63."""
     bound = _INT64_MAX // compressed_vocab // 2

@@ -29,18 +29,25 @@ _NORMALISE = n.Sequence(
 
 def compressed_vocabulary(tokenizer_path: Path, vocab_size: int, expected: int) -> NDArray[np.int64]:
     """Token id -> compressed id, [vocab_size]. Raises DataError unless exactly `expected` ids come out."""
+    mapped = compressed_ids(tokenizer_path, vocab_size)
+    found = int(mapped.max()) + 1
+    if found != expected:
+        raise DataError(
+            f"gives {found} compressed ids for Engram, config.json states {expected}",
+            where=str(tokenizer_path),
+            hint="the tokenizer is not the one that the Engram tables were made with",
+        )
+    return mapped
+
+
+def compressed_ids(tokenizer_path: Path, vocab_size: int) -> NDArray[np.int64]:
+    """Token id -> compressed id, [vocab_size]."""
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_path))
     except Exception as e:  # the library raises bare Exception for a missing or damaged file
         raise DataError(f"cannot be read as a tokenizer: {e}", where=str(tokenizer_path)) from e
     ids: dict[str, int] = {}
     mapped = [ids.setdefault(_key(tokenizer, token), len(ids)) for token in range(vocab_size)]
-    if len(ids) != expected:
-        raise DataError(
-            f"gives {len(ids)} compressed ids for Engram, config.json states {expected}",
-            where=str(tokenizer_path),
-            hint="the tokenizer is not the one that the Engram tables were made with",
-        )
     return np.array(mapped, dtype=np.int64)
 
 
