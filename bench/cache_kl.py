@@ -3,7 +3,7 @@ on one rank that keeps all.
 
     python bench/cache_kl.py PROFILE | CHECKPOINT [--tokens N] [--ids FILE] [--ranks 2] [--most-kl 0.005] [--json]
 
-One long text, held-out prose and code one after the other (or the ids of a JSON file), is teacher-forced with every
+One long text, the held-out conversations one after the other (or the ids of a JSON file), is teacher-forced with every
 expert resident. By row, of the distributions of the next token:
 
     KL          of the form from BF16, in nats: mean, 99th percentile, largest
@@ -21,10 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from heldout.texts import FILE
+from heldout.texts import FILE, message_of
 from msgspec.structs import replace
 from torch import Tensor
 
+from tided.chat import families as chat
+from tided.chat.messages import Conversation, Message
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.offline import logits, settings_of
 from tided.errors import TideError
@@ -83,14 +85,19 @@ def measure(settings: Settings, ids: list[int], ranks: int) -> Iterator[Row]:
         yield compared(form, found, base, ids)
 
 
-def long_text(checkpoint: Path, tokens: int) -> list[int]:
-    """The held-out texts without an end, one after the other."""
-    tokenizer, ids = Tokenizer.open(checkpoint), list[int]()
+def long_text(settings: Settings, tokens: int) -> list[int]:
+    """The held-out conversations, domain by domain in turns, as one long one in the model's own format."""
+    by_domain: dict[str, list[list[Message]]] = {}
     for line in FILE.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        if "text" in row and len(ids) < tokens:
-            ids += tokenizer.encode_text(row["text"] + "\n\n")
-    return ids[:tokens]
+        if "messages" in row and not row.get("tools") and row["messages"][0]["role"] == "user":
+            by_domain.setdefault(row["domain"], []).append(list(map(message_of, row["messages"])))
+    turns = (messages for group in zip(*by_domain.values(), strict=False) for messages in group)
+    messages = tuple(message for conversation in turns for message in conversation)
+    checkpoint = open_checkpoint(settings.model)
+    encode = chat.family_of(checkpoint.config).encode_prompt
+    conversation = Conversation(messages=messages, tools=(), thinking=False, effort=0, open_turn=False)
+    return Tokenizer.open(checkpoint.path).encode(encode(conversation).segments)[:tokens]
 
 
 def main(arguments: list[str]) -> int:
@@ -104,7 +111,7 @@ def main(arguments: list[str]) -> int:
     asked = parser.parse_args(arguments)
     try:
         settings = load(asked.target) if asked.target.is_file() else settings_of(asked.target)
-        ids = json.loads(asked.ids.read_text()) if asked.ids else long_text(Path(settings.model.path), asked.tokens)
+        ids = json.loads(asked.ids.read_text()) if asked.ids else long_text(settings, asked.tokens)
         rows = list(shown(measure(settings, ids[: asked.tokens], asked.ranks), asked.json))
     except TideError as error:
         print(error, file=sys.stderr)

@@ -6,6 +6,7 @@ from real_pair import Served
 from test_real_glm53 import LEAST, ask, glm
 
 from tided.experts.fetch import Serving, UrgentReads
+from tided.models import mixture
 from tided.models.glm53 import mlp
 from tided.settings import Engine, Tide
 
@@ -87,7 +88,7 @@ def test_a_read_is_behind_the_shared_and_the_resident_experts(monkeypatch):
     noted(Serving, "__init__", "layer")
     noted(Serving, "_submit", "begin")
     noted(mlp.Dense, "of", "shared")
-    noted(mlp, "pick_outputs", "experts")
+    noted(mixture, "pick_outputs", "experts")
     noted(Serving, "_arrived", "wait")
     served(sync_slots=32)
     layers = [part.split() for part in " ".join(told).split("layer")[1:]]

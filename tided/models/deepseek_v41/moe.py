@@ -5,17 +5,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.experts import grouped_experts, pick_outputs, sum_of_picks
 from kernels.linear import Matrix, rounded_product, stacked
 from kernels.numerics import Numerics
-from kernels.router import Routing, reroute, route, scores
+from kernels.router import Routing, route, scores
 from kernels.rows import by_row
 from kernels.swiglu import clamped_swiglu
 from tided.experts.bank import ExpertBank
-from tided.experts.fetch import UrgentReads
 from tided.models.deepseek_v41.config import TextConfig
 from tided.models.deepseek_v41.step import Pass
 from tided.models.deepseek_v41.weights import Weights
+from tided.models.mixture import mixture
 
 
 @dataclass(frozen=True)
@@ -33,27 +32,10 @@ class Moe:
     numerics: Numerics
 
     def forward(self, step: Pass, x: Tensor) -> Tensor:
-        """x [T, D] -> [T, D] fp32: this rank's part of routed and shared experts, to be summed and then rounded.
-
-        Experts that rows wait for are read while the shared expert and those that are here are computed."""
-        n, bank, lanes = self.numerics, self.bank, step.lane_of_row
+        """x [T, D] -> [T, D] fp32: this rank's part of routed and shared experts, to be summed and then rounded."""
         bias = self._bias(step)
         routing = self.route(x, bias)
-        urgent = bank.urgent if bank.urgent is not None and bank.urgent.active else None
-        allowed = urgent.allowed(self.layer, lanes, routing) if urgent else None
-        read = None
-        if allowed is not None:
-            routing = reroute(routing, bias, allowed, self.route_scale)
-            read = routing.missed & allowed.gather(1, routing.wanted)
-        wish = (routing.wanted, routing.wanted_scores, routing.wanted_weights)
-        bank.tap.record(self.layer, lanes, *wish, routing.missed, read)
-        rounded = n.activation(x)
-        picks = bank.tables.slot_of[self.layer][routing.ids]
-        if urgent is None or allowed is None:
-            return grouped_experts(rounded, bank.slots, bank.record, picks, routing.weights, self.limit, n).add_(
-                self._shared(rounded)
-            )
-        return self._with_late(urgent, rounded, routing, picks)
+        return mixture(self, step.lane_of_row, self.numerics.activation(x), routing, bias, self._shared)
 
     def route(self, x: Tensor, bias: Tensor) -> Routing:
         """bias [E], or [T, E] where rows differ in it."""
@@ -63,19 +45,6 @@ class Moe:
     def _bias(self, step: Pass) -> Tensor:
         """What the choice adds to the scores: text and images have their own."""
         return self.bias if step.pictured is None else torch.where(step.pictured[:, None], self.bias_vl, self.bias)
-
-    def _with_late(self, urgent: UrgentReads, rounded: Tensor, routing: Routing, picks: Tensor) -> Tensor:
-        """rounded [T, D]; picks [T, k] with -1 where the expert is not here yet. The sum is that of all at once."""
-        n, bank, ids = self.numerics, self.bank, routing.ids
-        late = urgent.serve(self.layer, torch.unique(ids[picks < 0]).tolist())
-        outputs = rounded.new_empty(*ids.shape, bank.record.hidden)
-        pick_outputs(outputs, rounded, bank.slots, bank.record, picks, routing.weights, self.limit, n)
-        shared = self._shared(rounded)
-        for slot_of in late:
-            here = torch.full_like(self.bias, -1, dtype=torch.int32)
-            here[list(slot_of)] = torch.tensor(list(slot_of.values()), dtype=torch.int32, device=here.device)
-            pick_outputs(outputs, rounded, bank.slots, bank.record, here[ids], routing.weights, self.limit, n)
-        return sum_of_picks(outputs).add_(shared)
 
     def _shared(self, rounded: Tensor) -> Tensor:
         n = self.numerics
