@@ -1,9 +1,9 @@
 """Launches that begin while the one before them runs, where the device can (sm_90 and later).
 
-A kernel of the chain does what depends on nobody (fetching weights), waits until all that came before is over and
-visible, and then lets the next be placed. Every kernel of a chain must wait, whatever its program has to do: the next
-one waits for its end alone. And it lets the next be placed only behind its own wait: else a dozen launches would stand
-on the device at once, each where the others left room, and run as unevenly as they stand."""
+A kernel of the chain waits until all that came before is over and visible, and then lets the next be placed. Every
+kernel of a chain must wait, whatever its program has to do: the next one waits for its end alone. And it lets the next
+be placed only behind its own wait: else a dozen launches stand on the device at once, each where the others left room,
+and run as unevenly as they stand. Fetching weights into the L2 cache before the wait brought nothing."""
 
 from functools import lru_cache
 from typing import Any
@@ -33,20 +33,6 @@ def wait_for_last(CHAINED: tl.constexpr):
 def chained(CHAINED: tl.constexpr):
     wait_for_last(CHAINED)
     place_next(CHAINED)
-
-
-@triton.jit
-def fetch(at, nbytes, CHAINED: tl.constexpr):
-    """at, nbytes [n] int64, int32: memory that will be read soon, to be brought into the L2 cache; both in 16 bytes."""
-    if CHAINED:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [at, nbytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @lru_cache

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.chain_triton import chain, chained, fetch
+from kernels.chain_triton import chain, chained
 from kernels.rounding_triton import fp8_groups, rms, to_bf16
 
 MAX_ROWS = 16
-CHUNK = 64  # of the hidden size, a program's
+CHUNK = 32  # of the hidden size, a program's
 
 
 @triton.jit
@@ -29,12 +29,8 @@ def _hyper_spread(
 ):  # fmt: skip
     """streams, out [rows, S, hidden] bf16; output [RANKS, rows, hidden] fp32; partial [rows, chunks, GP]: GATES
     products and the sum of squares."""
-    d = tl.program_id(0) * CH + tl.arange(0, CH)
-    if MIX and CHAINED:
-        at = fn + (tl.arange(0, GP) % GATES) * (S * hidden) + tl.minimum(tl.program_id(0) * CH, hidden - CH)
-        for j in tl.static_range(S):
-            fetch((at + j * hidden).to(tl.int64), tl.full([GP], 4 * CH, tl.int32), CHAINED)
     chained(CHAINED)
+    d = tl.program_id(0) * CH + tl.arange(0, CH)
     r, g = tl.arange(0, RP), tl.arange(0, GP)
     inside = (r < rows)[:, None] & (d < hidden)[None, :]
     acc, squares = tl.zeros([RP, GP], tl.float32), tl.zeros([RP], tl.float32)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.chain_triton import chain, fetch, place_next, wait_for_last
+from kernels.chain_triton import chain, place_next, wait_for_last
 from kernels.linear import Fp8Matrix
 from kernels.rounding_triton import INTERPRETED, fp8_groups, to_bf16
 
@@ -25,8 +25,6 @@ OUTPUTS = 32
 BLOCK, STAGES = 128, 6  # of K: numbers of a row at a time, and tiles that are on their way
 PROGRAMS = 768  # a product of fewer is split along K, so that nearly all of it can be on its way at once
 LEAST_BLOCKS, MOST_PARTS = 3, 16  # of K, a program's; of a sum
-MOST_AHEAD = 1024  # bytes of a row, a program's
-MOST_FETCHED = 32 << 20  # a matrix beyond this is not brought into the L2 cache before it is read
 
 
 class Ending(IntEnum):
@@ -84,16 +82,6 @@ def _times(weights, x, acc):
 
 
 @triton.jit
-def _fetch(w, first, at, row_bytes, outs, AHEAD: tl.constexpr, CHAINED: tl.constexpr):
-    """w: bytes of rows; AHEAD of them from byte `at` of 32 rows on, half a row for each thread."""
-    if CHAINED:
-        every = tl.arange(0, 64)
-        row = tl.minimum(first + every % 32, outs - 1).to(tl.int64)
-        byte = tl.minimum(at + every // 32 * (AHEAD // 2), row_bytes - AHEAD // 2)
-        fetch((w + row * row_bytes + byte).to(tl.int64), tl.full([64], AHEAD // 2, tl.int32), CHAINED)
-
-
-@triton.jit
 def _finish(acc, other, out, rows, outs, m, column, limit, there, ENDING: tl.constexpr):
     """acc, other [OUT, M] fp32, whole sums, to their place."""
     at = out + m[None, :] * outs + column[:, None]
@@ -115,19 +103,13 @@ def _finish(acc, other, out, rows, outs, m, column, limit, there, ENDING: tl.con
 def _linear(
     x, w, scale, out, parts, arrived, rows, width, scale_width, outs, group_outs, x_stride, second, second_scale, limit,
     M: tl.constexpr, BK: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr,
-    WHOLE: tl.constexpr, ENDING: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr,
+    WHOLE: tl.constexpr, ENDING: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """x [rows, groups, width] bf16, w [outs, width]; outputs of group g take x[:, g]. parts [SPLIT, 1 or 2, rows, outs]
     and arrived [a tile] int32, zeros, where there are several parts to be added here."""
     first, part = tl.program_id(0) * OUT, tl.program_id(1)
     blocks = tl.cdiv(tl.cdiv(width, BK), SPLIT)
     begin, end = part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(width, BK))
-    size: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
-    if AHEAD:
-        bytes_ = w.to(tl.pointer_type(tl.uint8))
-        _fetch(bytes_, first, begin * BK * size, width * size, outs, AHEAD, CHAINED)
-        if ENDING == 4:
-            _fetch(bytes_ + second * size, first, begin * BK * size, width * size, outs, AHEAD, CHAINED)
     wait_for_last(CHAINED)
     column = first + tl.arange(0, OUT)
     row = tl.minimum(column, outs - 1)[:, None].to(tl.int64)
@@ -203,13 +185,6 @@ def parts(outs: int, width: int) -> int:
     return triton.cdiv(blocks, triton.cdiv(blocks, wanted))  # as few as the same share of each gives
 
 
-def _ahead(share: int, row_bytes: int, nbytes: int) -> int:
-    """Bytes of a row that a program has brought into the L2 cache before it may read what it multiplies; 0: none."""
-    if nbytes > MOST_FETCHED or row_bytes % 32:
-        return 0
-    return min(share, row_bytes, MOST_AHEAD)
-
-
 def linear(
     x: Tensor,
     weight: Fp8Matrix | Tensor,
@@ -239,13 +214,11 @@ def linear(
         out = torch.empty(shape, dtype=dtype, device=x.device)
     here = split > 1 and ending != Ending.PARTS
     scratch = torch.empty(split * (1 + (ending == Ending.SWIGLU)) * rows * outs, device=x.device) if here else out
-    scale_width, nbytes = scale.shape[1], codes.nbytes
-    share = triton.cdiv(triton.cdiv(width, block), split) * block * codes.element_size()  # of a row, a program's
+    scale_width = scale.shape[1]
     _linear[(-(-outs // OUTPUTS), split)](
         x, codes, scale, out, scratch, _arrived(x.device), rows, width, scale_width, outs, outs // groups, x.stride(0),
         outs * width, outs // 32 * scale_width, limit,
         M=8 if rows <= 8 else 16, BK=block, OUT=OUTPUTS, SPLIT=split, FP8=is_fp8, WHOLE=width % block == 0,
-        ENDING=int(ending), AHEAD=_ahead(share, width * codes.element_size(), nbytes), num_warps=2,
-        num_stages=stages, **chain(x.device),
+        ENDING=int(ending), num_warps=2, num_stages=stages, **chain(x.device),
     )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 MINI = Path(__file__).parents[2] / "minis" / "deepseek"
 CUDA = torch.device("cuda")
-TIE = 0.5
+TIE = 1.5
 TOKENS: Any = Tokenizer.from_file(str(MINI / "tokenizer.json"))
 
 
@@ -44,14 +44,18 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 
 def same_but_ties(what: str, got: Tensor, wanted: Tensor) -> None:
-    """The likeliest token is the same wherever the first two are further apart than TIE. Of the mini's logits on text
-    that it was not made for one token in twenty has its first two within 0.06, one in five within 0.25 (their deviation
-    is 3.0): which of those comes first is a matter of a rounding, on two CPU ranks too."""
+    """The likeliest token is the same wherever the first two are further apart than TIE, and nearly everywhere else.
+
+    The bounds are the model's own, on text that it was not made for: a rounding that falls otherwise chooses other
+    experts behind it. A CPU that adds every product in two halves moves single logits by 2.3 (their deviation is 3.0)
+    and makes another choice for 15 tokens of 300, where the first two are 0.5 apart at most; two CPU ranks make another
+    than one for 3 of 200. Of these tokens one in ten has its first two within 0.14."""
     first, second = wanted.topk(2, 1).values.unbind(1)
     other = got.argmax(1) != wanted.argmax(1)
     widest = float((first - second)[other].max()) if other.any() else 0.0
     print(f"{what}: error {error(got, wanted):.4f}, {int(other.sum())} of {len(other)} choices differ, by {widest:.3f}")
     assert widest < TIE
+    assert other.float().mean() < 0.12
 
 
 @pytest.fixture(scope="module")
