@@ -126,7 +126,7 @@ def attention_tiles(rows: int, rounds: int) -> None:
         try:
             took = eager(
                 lambda b=block, s=stages, w=warps: attention_chunk_triton.attend(
-                    query, cos, sin, near, 8192, 0, pool, places, 1, sink, width**-0.5, b, s, w
+                    query, cos, sin, near, 8192, 0, pool, places, 1, sink, width**-0.5, (b, s, w)
                 ),
                 rounds,
             )

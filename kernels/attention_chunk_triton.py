@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kernels.rounding_triton import INTERPRETED, to_bf16
 
-BLOCK = 32  # rows at a time; a window is a multiple of it
 HEADS = 8  # of a program that turns
 
 
@@ -123,15 +122,25 @@ def _attention_chunk(
     tl.store(out + at, value.to(tl.bfloat16), mask=there)
 
 
+def tiles(heads: int, device: torch.device) -> tuple[int, int, int]:
+    """Rows at a time, how many such blocks are on their way, and warps: within 99 KB of shared memory, or the 164 KB
+    that sm_90 has room for. A window is a multiple of the rows."""
+    if heads > 32:
+        return 16, 2, 8
+    large = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return (64, 1, 8) if large else (16, 3, 4)
+
+
 def attend(
     query: Tensor, cos: Tensor, sin: Tensor, near: Tensor, start: int, floor: int, pool: Tensor | None,
-    places: Tensor | None, ratio: int, sink: Tensor, scale: float, block: int = BLOCK, stages: int = 2, warps: int = 8,
+    places: Tensor | None, ratio: int, sink: Tensor, scale: float, tile: tuple[int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """query [T, H, d] fp32, products, of positions `start` and on; cos, sin [T, rope / 2]; near [window - 1 + T, d]
     bf16, the rows of all their windows by position, of which those below `floor` do not exist; pool [.., d] bf16 and
     places [T, K] int32 of the selected rows, of which a row has (position + 1) // ratio at most, -1: none (both None: a
-    layer without); sink [H] -> [T, H, d] bf16, turned back."""
+    layer without); sink [H]; tile: see `tiles` -> [T, H, d] bf16, turned back."""
     rows, heads, width = query.shape
+    block, stages, warps = tile or tiles(heads, query.device)
     window = len(near) - rows + 1
     if window % block:
         raise ValueError(f"a window of {window} rows is no multiple of {block}")
