@@ -170,7 +170,7 @@ def pilot_of(opened: OpenedModel, folder: Path) -> Pilot:
     router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
     history = History.open(folder / "history", opened.checkpoint.identity(), router, tide.record)
     seed = load_seed(Path(tide.seed), shape.family, router) if tide.seed else None
-    return Pilot(history, seed, tide, router, opened.settings.experts.resident)
+    return Pilot(history, seed, tide, router, opened.settings.experts.resident, opened.kinds)
 
 
 def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone, pilot: Pilot | None) -> Times:

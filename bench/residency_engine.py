@@ -208,4 +208,4 @@ def pilot_of(opened: OpenedModel) -> Pilot:
     with tempfile.TemporaryDirectory() as name:
         history = History.open(Path(name), opened.checkpoint.identity(), router, False)
     seed = load_seed(Path(settings.tide.seed), shape.family, router) if settings.tide.seed else None
-    return Pilot(history, seed, settings.tide, router, settings.experts.resident)
+    return Pilot(history, seed, settings.tide, router, settings.experts.resident, opened.kinds)

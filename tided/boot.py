@@ -106,7 +106,6 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
                     pilot,
                     settings.engine.threads,
                     built.reads.about(),
-                    opened.kinds,
                 )
                 engine.data_plane = built.link.about() if built.link else {}
                 _serve(engine, 0, state_dir, loop)

@@ -101,7 +101,6 @@ class Living:
             self.events.extend,
             self.faults.append,
             pilot,
-            kinds=model.kinds,
             rest_after_s=0.0,
         )
         prepare(self)

@@ -59,14 +59,13 @@ class LeaderEngine(Engine):
         pilot: Pilot | None = None,
         threads: int = 1,
         expert_reads: Mapping[str, Any] | None = None,
-        kinds: Kinds | None = None,
         rest_after_s: float = REST_AFTER_S,
     ) -> None:
         super().__init__(executor, on_fault, threads)
         self.expert_reads: Mapping[str, Any] = expert_reads or {}  # where experts come from, for who asks
         self.data_plane: Mapping[str, Any] = {}  # how fast the ranks add, alike
         limits = scheduler.limits
-        self.motion = Motion(hot_reads(executor, pilot, kinds), 1 + link.followers, limits.swaps, limits.look_rows)
+        self.motion = Motion(hot_reads(executor, pilot), 1 + link.followers, limits.swaps, limits.look_rows)
         scheduler.recalls = Recalls(1 + link.followers, self._held_prefixes)
         self.scheduler, self.ledger = scheduler, Ledger(executor, scheduler, self.motion, pilot)
         self._link, self._sink = link, sink
@@ -289,10 +288,11 @@ class LeaderEngine(Engine):
         super()._end(fault)
 
 
-def hot_reads(executor: Executor, pilot: Pilot | None, kinds: Kinds | None = None) -> HotReads:
+def hot_reads(executor: Executor, pilot: Pilot | None) -> HotReads:
     """The policy of what is read while serving, for the residents and the ring that this rank has."""
     shape, residents = executor.model.shape, executor.residents
     router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
     base = pilot.scores() if pilot else np.ones((router.layers, router.experts))
-    floor = pilot.floor if pilot else router.top_k
+    floor, sizes = pilot.floor if pilot else router.top_k, residents.sizes
+    kinds = None if sizes is None else Kinds(*sizes)
     return HotReads(router, residents.pairs, residents.ring_slots, floor, base, kinds)

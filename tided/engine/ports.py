@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tided.control.messages import Recalled, Step, Stop
+from tided.experts.arena import Sizes
 from tided.experts.io import Priority, ReadCount
 from tided.tide.pilot import LaneDemand, Planned
 
@@ -29,6 +30,11 @@ class Residents(Protocol):
     @property
     def ring_slots(self) -> int:
         """Pairs that may be routable beside the residents."""
+        ...
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """How records differ in size; None: they do not."""
         ...
 
     @property

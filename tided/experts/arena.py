@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,15 @@ class SlotClass:
     @property
     def slots(self) -> int:
         return self.residents + self.spare + self.ring
+
+
+class Sizes(NamedTuple):
+    """`of` [layers, experts]: the class of a pair's record. By class: bytes of a slot, spare ones, ring."""
+
+    of: npt.NDArray[np.int64]
+    nbytes: tuple[int, ...]
+    spare: tuple[int, ...]
+    ring: tuple[int, ...]
 
 
 class Arena:
@@ -96,6 +106,14 @@ class Arena:
     @property
     def ring(self) -> int:
         return sum(one.ring for one in self.classes)
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """None: all records are of one size."""
+        if self._kind_of is None:
+            return None
+        nbytes, spare, ring = zip(*((one.nbytes, one.spare, one.ring) for one in self.classes), strict=True)
+        return Sizes(self._kind_of, nbytes, spare, ring)
 
     def kind_of(self, pair: Pair) -> int:
         """Which of `classes` the pair's record belongs to."""

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tided.errors import DataError, PairError
-from tided.experts.arena import Arena, Pair
+from tided.experts.arena import Arena, Pair, Sizes
 from tided.experts.io import IoScheduler, Priority, ReadCount, Ticket
 from tided.experts.tables import RoutingTables
 
@@ -88,6 +88,11 @@ class Residents:
     @property
     def ring_slots(self) -> int:
         return self.arena.ring
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """How records differ in size; None: they do not."""
+        return self.arena.sizes
 
     @property
     def slots(self) -> int:

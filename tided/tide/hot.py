@@ -194,7 +194,9 @@ class HotReads:
         could not be read. Drop it then."""
         leaves, comes = self._index(out), self._index(in_)
         floor = self._sure[out[0]] <= self.floor and out[0] != in_[0]
-        if floor or not self._resident[leaves] or leaves in self._leaving or self._is_here(comes):
+        unlike = self._kind[leaves] != self._kind[comes]
+        gone = not self._resident[leaves] or leaves in self._leaving
+        if unlike or floor or gone or self._is_here(comes):
             raise ValueError(f"the swap of {out} for {in_} is out of date")
         if comes in self._alone:
             raise ValueError(f"{in_} is left alone for a while: it could not be read")
