@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tided.chat.deepseek_v41 import BOS, encode_prompt
+from tided.chat.families import GLM53, Family, family_of
+from tided.chat.glm53 import OBSERVATION, USER
 from tided.chat.messages import Conversation, Message, Tool, ToolCall
 from tided.chat.tokenizer import Tokenizer
 
@@ -40,23 +41,26 @@ def read(checkpoint: Path, most_tokens: int) -> dict[str, list[Text]]:
     """By domain, in the file's order; every answer of a conversation is a request of its own. Longer ones are left
     out."""
     tokenizer, texts = Tokenizer.open(checkpoint), dict[str, list[Text]]()
+    family = family_of(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
     for line in FILE.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        found = [plain(row, tokenizer)] if "text" in row else list(answers(row, tokenizer))
+        found = [plain(row, tokenizer, family)] if "text" in row else list(answers(row, tokenizer, family))
         texts.setdefault(row["domain"], []).extend(text for text in found if len(text.ids) <= most_tokens)
     return texts
 
 
-def plain(row: dict[str, Any], tokenizer: Tokenizer) -> Text:
-    ids = [tokenizer.special_id(BOS), *tokenizer.encode_text(row["text"])]
+def plain(row: dict[str, Any], tokenizer: Tokenizer, family: Family) -> Text:
+    ids = [*map(tokenizer.special_id, family.begin), *tokenizer.encode_text(row["text"])]
     return Text(row["domain"], ids, PLAIN_PROMPT_TOKENS)
 
 
-def answers(row: dict[str, Any], tokenizer: Tokenizer) -> Iterator[Text]:
+def answers(row: dict[str, Any], tokenizer: Tokenizer, family: Family) -> Iterator[Text]:
     for at, message in enumerate(row["messages"]):
         if message["role"] == "assistant":
-            prompt = tokenizer.encode(encode_prompt(conversation(row, at, True)).segments)
-            whole = tokenizer.encode(encode_prompt(conversation(row, at + 1, False)).segments)
+            prompt = tokenizer.encode(family.encode_prompt(conversation(row, at, True)).segments)
+            whole = tokenizer.encode(family.encode_prompt(conversation(row, at + 1, False)).segments)
+            if family is GLM53:  # its turns end with the opener of the next
+                whole.append(tokenizer.special_id(OBSERVATION if message.get("tool_calls") else USER))
             if whole[: len(prompt)] != prompt:
                 raise ValueError(f"{row['domain']}: a prompt is not the beginning of its conversation")
             yield Text(row["domain"], whole, len(prompt))
