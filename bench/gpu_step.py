@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from bench import gpu_prefill
 from bench.synthetic import real_shapes
 from kernels.linear import Fp8Matrix, Matrix
 from tided.engine.sampling import sample
@@ -34,6 +35,7 @@ PARTS = {
     "collectives": "nccl|^_reduce",
 }
 GB10_GBS, GB10_NODE_US = 232.0, 1.5
+PREFILL_TOKENS = 8192
 
 
 def contexts(model: DeepseekV41, rows: int, tokens: int) -> list[Any]:
@@ -197,22 +199,9 @@ def step_table(model: DeepseekV41, rows: int, context: int, rounds: int, repeats
         model.close_lane(lane)
 
 
-def prefill(model: DeepseekV41, tokens: int, chunk: int) -> None:
-    for name, count in (("warm", chunk // 4), ("measured", tokens)):
-        lane = model.open_lane(0)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for ids in (torch.arange(count) * 7919 % 129_000).split(chunk):
-            model.prefill(lane, ids, "none")
-        torch.cuda.synchronize()
-        took = time.perf_counter() - began
-        print(f"prefill, {name}: {count} tokens in chunks of {chunk}: {took:.2f} s, {count / took:,.0f} tok/s")
-        model.close_lane(lane)
-
-
 def show(read_gbs: float, of_model: list[str], options: Any) -> None:
     began = time.perf_counter()
-    tokens = 8192 if "prefill" in of_model else 0
+    tokens = 2 * PREFILL_TOKENS if "prefill" in of_model else 0
     model = real_shapes(options.layers, options.resident, max(options.rows) * (options.context + 256) + tokens)
     torch.cuda.synchronize()
     print(f"\n{torch.cuda.memory_allocated() / 1e9:.1f} GB of weights, made in {time.perf_counter() - began:.0f} s")
@@ -225,4 +214,4 @@ def show(read_gbs: float, of_model: list[str], options: Any) -> None:
 
             gpu_residency.show(model, options)
         if "prefill" in of_model:
-            prefill(model, tokens, 2048)
+            gpu_prefill.show(model, PREFILL_TOKENS, [2048, PREFILL_TOKENS], options.rounds)

@@ -182,7 +182,8 @@ def parts(outs: int, width: int) -> int:
     agree."""
     programs, blocks = -(-outs // OUTPUTS), -(-width // BLOCK)
     wanted = max(1, min(MOST_PARTS, -(-PROGRAMS // programs), blocks // LEAST_BLOCKS))
-    return triton.cdiv(blocks, triton.cdiv(blocks, wanted))  # as few as the same share of each gives
+    share = -(-blocks // wanted)
+    return -(-blocks // share)  # as few as the same share of each gives
 
 
 def linear(

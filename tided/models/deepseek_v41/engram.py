@@ -69,7 +69,8 @@ def _histories(lane: Context, ids: Ints, ngram: int) -> Ints:
     """ids [count] of one lane -> [count, ngram]: each id and those before it, the newest first."""
     known = np.concatenate([lane.tail, ids])
     lane.tail = known[len(known) - len(lane.tail) :]
-    return np.lib.stride_tricks.sliding_window_view(known, ngram)[:, ::-1]
+    newest_first = np.arange(ngram - 1, -1, -1)
+    return known[np.arange(len(ids))[:, None] + newest_first]
 
 
 def _living(history: Ints, pad_id: int) -> Ints:
