@@ -22,6 +22,7 @@ WORD_VALUES = 8  # of a trellis a tile: so many for each half bit
 RANK_SLICED = re.compile(r"\.experts\.\d+\.\w+\.rank\d+(\.|$)")
 LEAF = re.compile(r"\.experts\.\d+\.\w+\.(?P<leaf>[^.]+)$")
 KNOWN = {"trellis", "suh", "svh", "su", "sv", *MARKERS}
+OTHERS = {"weight", "weight_packed", "weight_scale", "weight_scale_inv", "bias"}  # of layers that are stored otherwise
 PERMUTED = re.compile(r"perm", re.IGNORECASE)
 
 
@@ -128,7 +129,7 @@ def _keys(found: Mapping[str, Any], at: str) -> Iterable[str]:
 
 
 def _unknown(names: Iterable[str]) -> Iterable[str]:
-    return (name for name in names if (found := LEAF.search(name)) and found["leaf"] not in KNOWN)
+    return (name for name in names if (found := LEAF.search(name)) and found["leaf"] not in KNOWN | OTHERS)
 
 
 def _leaf(name: str) -> str:
