@@ -164,11 +164,14 @@ def test_a_hot_read_that_failed_frees_its_place_and_others_are_read():
 
 def test_a_ring_looks_for_a_record_again_and_plans_leave_it_out_until_then():
     m = motion(ring=2)
-    wants(m, (0, 7))
+    wants(m, (0, 7), tokens=40)
     m.change()
     m.failed([1])
     m.change()
     assert (0, 7) not in [in_ for _, in_ in m.hot.plan(99)]
+    m.hot.ask_again((0, 7))
+    assert (0, 7) in [in_ for _, in_ in m.hot.plan(99)]
+    m.hot.leave_alone((0, 7))
     steps(m, LEFT_ALONE_STEPS)
     wants(m, (0, 7), tokens=40)
     assert ((0, 7), None) in loads(m.change()[0])

@@ -344,6 +344,7 @@ def test_a_swap_that_cannot_be_read_is_left_out_and_the_others_are_made():
     assert SWAPS[2][1] in residents.pairs
     assert SWAPS[1][0] in residents.pairs
     assert bench.engine.motion.count.failed == 1
+    assert residents.reading == 0
     assert [step.change.give_up for step in bench.link.sent if step.change.give_up] == [[2]]
     assert bench.engine._reading == 0
 
