@@ -142,3 +142,14 @@ async def test_what_is_wrong_is_named_as_the_client_knows_it(server, fields, par
 
 async def test_an_input_that_is_neither_text_nor_items(server):
     assert (await server.refused({"input": 5}, **PATH))["message"] == "input: expected a text or an array, got 5"
+
+
+async def test_statistics_are_left_out_where_they_are_not_wanted(server, engine):
+    engine.script("</think>x")
+    for fields, headers, shown in (
+        ({}, {}, True),
+        ({"x_engine_stats": False}, {}, False),
+        ({}, {"x-engine-stats": "0"}, False),
+    ):
+        _, reply = await server.ask({"input": "x", **fields}, headers=headers, **PATH)
+        assert ("x_engine_stats" in reply) == shown
