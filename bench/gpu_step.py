@@ -177,7 +177,7 @@ def step_table(model: DeepseekV41, rows: int, context: int, rounds: int, repeats
     us, of = statistics.median(took), spent(pieces)
     launches, rest = host_ms(model, at.lanes, at.ids, at.made, 2 * rounds)
     greedy, drawn = (loop_ms(model, at.lanes, at.ids, Sampling(temperature=t, seed=1), 4 * rounds) for t in (0.0, 1.0))
-    record = model.blocks[0].moe.bank.record.nbytes
+    record = model.blocks[0].moe.bank.plain_record.nbytes
     read = {"experts": distinct * layers * record, "dense": float(dense_bytes(model))}
     total = sum(read.values())
     floor = total / read_gbs / 1e3
