@@ -150,9 +150,10 @@ def inner(matrix: Exl3Matrix) -> Tensor:
     number = states(matrix.trellis)
     values = table(matrix.codebook, number.device).index_select(0, number.flatten())
     down, across, _ = number.shape
-    # The order of a tile's weights, from the highest bit of their number: c[2:0], r[2:1], c[3], r[3], r[0].
-    parts = values.view(down, across, 8, 4, 2, 2, 2)
-    return parts.permute(1, 4, 2, 0, 5, 3, 6).reshape(TILE * across, TILE * down)
+    # The order of a tile's weights, from the highest bit of their number: c[2:0], r[2:1], c[3], r[3], r[0]. What the
+    # last bit tells apart stays side by side: pairs are moved.
+    pairs = values.view(torch.int64).view(down, across, 8, 4, 2, 2).permute(1, 4, 2, 0, 5, 3)
+    return pairs.reshape(TILE * across, TILE * down // 2).view(torch.float32)
 
 
 def states(trellis: Tensor) -> Tensor:
