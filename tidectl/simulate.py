@@ -23,7 +23,7 @@ FAILED, BEATEN = 1, 0
 @dataclass(frozen=True)
 class Options:
     """`shares`: of all experts that have a slot. `trace`: a recorded one instead of synthetic `traffics`. Empty: the
-    study's own."""
+    study's own. `rest_s`: for which nobody asks behind each request."""
 
     traffics: Sequence[str]
     shares: Sequence[float]

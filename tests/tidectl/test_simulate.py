@@ -51,6 +51,16 @@ def test_a_recorded_trace_is_compared_too(tmp_path):
     assert "recorded traffic, 40% resident" in result.stdout
 
 
+def test_with_rests_ours_reads_what_a_rest_plans():
+    def reads(*options):
+        (table,) = json.loads(call("--json", "--no-control", "--share", "0.4", *options).stdout)["study"]["tables"]
+        return {row["policy"]: row["swaps"] for row in table["rows"]}
+
+    hasty, rested = reads(), reads("--rest", "5")
+    assert rested["ours"] > hasty["ours"]
+    assert rested["LRU"] == pytest.approx(hasty["LRU"], rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
