@@ -123,8 +123,11 @@ def case_linear() -> None:
             if LARGE or rows <= 8:  # numpy multiplies as it pleases
                 alone = lambda a, b, x=given, w=on, s=split: linear_triton.linear(x[a:b], w, Ending.SUM, split=s)  # noqa: E731
                 same_rows(alone, rows, "linear")
-        parts = linear_triton.linear(given, on, Ending.PARTS, split=2)
-        assert torch.equal(parts[0] + parts[1], linear_triton.linear(given, on, Ending.SUM, split=2))
+    weight, x = moved(fp8(64, 640)), half(n.activation(stored(2, 640)))
+    total = torch.zeros(2, 64, device=DEVICE)
+    for part in linear_triton.linear(x, weight, Ending.PARTS, split=5):
+        total += part
+    assert torch.equal(total, linear_triton.linear(x, weight, Ending.SUM, split=5)), "parts are added in another order"
     assert not linear_triton._arrived(DEVICE).any(), "a launch left its count"
 
 
