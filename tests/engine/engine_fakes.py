@@ -332,7 +332,7 @@ class FakePilot:
     def applied(self, swaps):
         self.published += list(swaps)
 
-    def idle_plan(self, drifted=False):
+    def idle_plan(self):
         self.told.append(("idle", 0))
         swaps, self.idle = self.idle, []
         return swaps

@@ -60,7 +60,7 @@ class Moments:
         if not pilot.rest_due:
             return
         if not motion.has_ring:
-            motion.take_plan(pilot.idle_plan(False), "idle")
+            motion.take_plan(pilot.idle_plan(), "idle")
             return
         motion.hot.rebase(pilot.scores())
         scores = pilot.rest_scores()

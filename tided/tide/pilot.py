@@ -6,7 +6,7 @@
     tokens drawn    -> step_done(): a plan every so many tokens of an answer ("decode"), and a small one at once when
                        the newest tokens miss badly ("urgent")
     request ended   -> request_done(): prompt and answer become one vote of the history
-    nothing to do   -> idle_plan(): at most one plan for each request
+    nothing to do   -> idle_plan(), beside a ring rest_scores() and rested(): at most one plan for each request
     swaps published -> applied(): a plan may be applied in portions, in its order, and be dropped for a newer one
 
 Every plan sees the history and what all lanes asked for so far. Who has just come stays for a while, and who has just
@@ -57,7 +57,6 @@ from tided.tide.windows import Due, Windows
 log = logging.getLogger(__name__)
 
 MIN_GAIN = 0.005  # of the mean score: swaps that gain less are noise
-REST_GAIN = 0.2  # the same at rest, of what hot reads have left behind
 RESIDENCE_TOKENS = 64  # computed tokens for which a pair stays that was just read
 GHOST_TOKENS = 256  # computed tokens for which a pair that left has to be worth
 GHOST_MARGIN = 1.25  # so many times what it would replace
@@ -294,18 +293,12 @@ class Pilot:
         self._habit.came(vote.mass)
         self._requests_since_plan += 1
 
-    def idle_plan(self, drifted: bool = False) -> list[PairSwap]:
+    def idle_plan(self) -> list[PairSwap]:
         """A plan from all that is known, once after each request. Never by growth of the history: in equilibrium a
-        history does not grow, and adaptation would stop for good. `drifted`: hot reads have taken the set to where the
-        newest tokens are, and nothing else takes it back before a request of another topic comes (`rest_scores`)."""
-        if not self._requests_since_plan:
-            return []
-        if not drifted or not self.sensitivity.adapts:
-            return self._plan("a request", self._last.miss_rate)
-        self.rested()
-        scores = self.rest_scores() + self._ties
-        least = REST_GAIN * float(scores.mean())
-        return swap_plan(scores, self._residents, self.floor, self.settings.max_swaps, least, self._kind_of())
+        history does not grow, and adaptation would stop for good. Beside a ring `rest_scores` are planned from instead:
+        hot reads have taken the set to where the newest tokens are, and nothing else takes it back before a request of
+        another topic comes."""
+        return self._plan("a request", self._last.miss_rate) if self._requests_since_plan else []
 
     def _plan(self, cause: str, miss_rate: float, cap: int | None = None) -> list[PairSwap]:
         self._requests_since_plan = 0
