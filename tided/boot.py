@@ -105,7 +105,7 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
                     loop.ended,
                     pilot,
                     settings.engine.threads,
-                    built.reads.about(),
+                    built.reads.about() | {"slots": str(built.residents.arena.placement)},
                 )
                 engine.data_plane = built.link.about() if built.link else {}
                 _serve(engine, 0, state_dir, loop)

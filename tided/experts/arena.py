@@ -9,7 +9,6 @@ A slot's number is that of its first unit. Where all records are of one size, a 
 every size has slots of its own: a pair takes one of its size, so nothing is lost to padding and nothing ever moves.
 """
 
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from kernels.record import PAGE_BYTES, ExpertRecord
 from tided.errors import PairError
+from tided.experts.placement import slots_on
 
 Pair = tuple[int, int]  # (layer, expert); layers with routed experts count from 0
 
@@ -86,7 +86,9 @@ class Arena:
         pool_units, step = sum(one.slots * one.nbytes for one in classes) // unit_bytes, largest // unit_bytes
         self.urgent = range(pool_units, pool_units + urgent * step, step)
         self.null = pool_units + urgent * step
-        self.data: Tensor = _zeros(self.null + step, unit_bytes, device)  # first of all: it may be too much
+        slots = slots_on(device, self.null + step, unit_bytes)  # first of all: it may be too much
+        self.data: Tensor = slots.data
+        self._host, self.placement = slots.host, slots.placement
         # The slot that was freed first is taken first, on every rank alike: a slot rests as long as it can.
         self._free = [deque(slots) for slots in _slots(self.classes, unit_bytes)]
         self._kind_of_slot = {slot: kind for kind, slots in enumerate(self._free) for slot in slots}
@@ -180,14 +182,17 @@ class Arena:
             event.record(torch.cuda.current_stream(self.data.device))
 
     def load(self, slot: int, read: Callable[[memoryview], None]) -> None:
-        """Fills a taken slot or an urgent one: `read` writes a record into the slot itself on CPU, into pinned memory
-        elsewhere. Any thread may call; when it returns, any stream may read the slot."""
+        """Fills a taken slot or an urgent one: `read` writes a record into the slot itself where reads can fill it
+        (`placement`), else into pinned memory. Any thread may call; when it returns, any stream may read the slot."""
         if slot not in self._taken and slot not in self.urgent:
             raise PairError(f"expert slot {slot} was not taken")
-        room = self._room(slot)
-        if self.data.device.type == "cpu":
-            read(room.numpy().data)
+        if self._host is not None:
+            fence = self._fences.pop(slot, None)
+            if fence is not None:
+                fence.synchronize()  # what was launched before may read the slot still
+            read(self._room(slot, self._host).numpy().data)
             return
+        room = self._room(slot)
         whole, stream = self._staging.of(self._largest_bytes, self.data.device)
         staging = whole[: len(room)]
         read(staging.numpy().data)
@@ -198,11 +203,12 @@ class Arena:
             room.copy_(staging, non_blocking=True)
         stream.synchronize()
 
-    def _room(self, slot: int) -> Tensor:
+    def _room(self, slot: int, data: Tensor | None = None) -> Tensor:
         """[bytes of the slot's class, of the largest for an urgent one] uint8"""
         kind = self._kind_of_slot.get(slot)
         nbytes = self._largest_bytes if kind is None else self.classes[kind].nbytes
-        return self.data.view(-1)[slot * self._unit_bytes :][:nbytes]
+        data = self.data if data is None else data
+        return data.view(-1)[slot * self._unit_bytes :][:nbytes]
 
     def check(self) -> None:
         """Raises PairError unless every slot is in exactly one state, both directions of the directory agree and the
@@ -241,13 +247,3 @@ class _Staging(threading.local):
             memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             self._made = memory, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._made
-
-
-def _zeros(slots: int, slot_bytes: int, device: torch.device) -> Tensor:
-    """[slots, slot_bytes] uint8. On CPU an anonymous map: page-aligned, zero, and real memory only once written."""
-    if device.type != "cpu":
-        zeros = torch.zeros((slots, slot_bytes), dtype=torch.uint8, device=device)
-        torch.cuda.synchronize(device)  # records come on other streams, and must not be overtaken by the zeros
-        return zeros
-    memory = mmap.mmap(-1, slots * slot_bytes)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(slots, slot_bytes)

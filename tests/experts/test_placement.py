@@ -1,0 +1,149 @@
+"""Where slots lie: chosen by what a device says and does, and filled without keeping its work waiting."""
+
+import threading
+
+import pytest
+import torch
+
+from kernels.record import ExpertRecord
+from tided.experts import placement
+from tided.experts.arena import Arena
+from tided.experts.placement import Cuda, Slots, choose, slots_on
+
+RECORD = ExpertRecord(64, 64, 1)
+CUDA = torch.device("cuda")
+
+
+class Fake:
+    """A device whose memory is a CPU's."""
+
+    def __init__(self, integrated=True, shared=100e9, refuses=False, blind=False):
+        self.integrated, self._shared, self._refuses, self._blind = integrated, shared, refuses, blind
+        self.given = []
+
+    def mapped(self, nbytes):
+        if self._refuses:
+            raise RuntimeError("no such memory")
+        host = torch.zeros(nbytes, dtype=torch.uint8)
+        self.given.append(host)
+        return host.view(-1), host
+
+    def sees(self, data, host):
+        return not self._blind
+
+    def read_rate(self, data):
+        return 100e9 if data is None else self._shared
+
+    def copy_rate(self):
+        return 50e9
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(placement, "PROBE_BYTES", 1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("device", "direct", "why"),
+    [
+        (Fake(), True, "one memory"),
+        (Fake(shared=96e9), True, "one memory"),
+        (Fake(shared=94e9), False, "slower"),
+        (Fake(integrated=False), False, "of its own"),
+        (Fake(refuses=True), False, "no such memory"),
+        (Fake(blind=True), False, "does not see"),
+    ],
+)
+def test_slots_are_read_in_place_where_that_costs_nothing(device, direct, why):
+    found = choose(device)
+    assert (found.direct, found.copied) == (direct, 50e9)
+    assert why in found.why
+    assert why in str(found)
+    assert not (device.given and not device.integrated), "a device with memory of its own was asked for the system's"
+
+
+def test_memory_that_is_shared_is_seen_from_both_sides():
+    fake = Fake()
+    slots = slots_on(CUDA, 6, 4096, fake)
+    slots.host[2, 5] = 9
+    assert slots.data.shape == slots.host.shape == (6, 4096)
+    assert int(slots.data[2, 5]) == 9
+    assert slots.placement.direct
+
+
+class Event:
+    def __init__(self, told):
+        self.told = told
+
+    def synchronize(self):
+        self.told.append("waited")
+
+
+def test_a_slot_is_not_read_into_before_what_reads_it_is_done():
+    arena, told = Arena(RECORD, 2, 1, torch.device("cpu")), []
+    slot = arena.take()
+    arena._fences[slot] = Event(told)
+
+    def read(out):
+        told.append("read")
+        out[:4] = b"abcd"
+
+    arena.load(slot, read)
+    assert told == ["waited", "read"]
+    assert bytes(arena.data[slot, :4].numpy()) == b"abcd"
+    arena.load(slot, read)
+    assert told == ["waited", "read", "read"], "a fence holds for one load"
+
+
+def test_a_copied_slot_is_read_into_elsewhere(monkeypatch):
+    """The device's memory never is what a read fills."""
+    data = torch.zeros(4, RECORD.slot_bytes, dtype=torch.uint8)
+    monkeypatch.setattr(
+        "tided.experts.arena.slots_on", lambda *_: Slots(data, None, placement.Placement(False, "a fake"))
+    )
+    arena = Arena(RECORD, 2, 1, torch.device("cpu"))
+    monkeypatch.setattr(arena._staging, "of", lambda nbytes, _: (_ for _ in ()).throw(LookupError(nbytes)))
+    slot = arena.take()
+    with pytest.raises(LookupError, match=str(RECORD.slot_bytes)):
+        arena.load(slot, lambda out: pytest.fail("read into the device's memory"))
+
+
+@pytest.mark.gpu
+def test_a_record_comes_beside_the_device_s_work():
+    """A load is done while a kernel that was launched before still runs, and waits for one that reads its slot."""
+    arena = Arena(ExpertRecord(5120, 2304, 2), 2, 2, CUDA)
+    slot, other = arena.take(), arena.take()
+    content = torch.randint(0, 256, (arena.data.shape[1],), dtype=torch.uint8)
+
+    def read(out):
+        torch.frombuffer(out, dtype=torch.uint8).copy_(content[: len(out)])
+
+    arena.load(slot, read)  # pinned memory and a stream are made
+    done = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    done.record()
+    loading = threading.Thread(target=arena.load, args=(other, read))
+    loading.start()
+    loading.join(30)
+    beside = not done.query()
+    torch.cuda.synchronize()
+    if arena.placement.direct:
+        pytest.skip("this device reads slots in place")
+    assert beside, "the copy waited for the device's work"
+    assert torch.equal(arena.data[other].cpu(), content)
+    torch.cuda._sleep(500_000_000)
+    arena.fence(slot)
+    running = torch.cuda.Event()
+    running.record()
+    arena.load(slot, read)
+    assert running.query(), "a slot was read into while something might read it"
+
+
+@pytest.mark.gpu
+def test_a_device_sees_the_system_s_memory_that_is_given_to_it():
+    cuda = Cuda(CUDA)
+    data, host = cuda.mapped(1 << 20)
+    assert data.is_cuda
+    assert cuda.sees(data, host)
+    assert cuda.copy_rate() > 1e9
+    assert cuda.read_rate(None) > 1e9
