@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 6])
     parser.add_argument("--tiles", action="store_true", help="other tiles and parts of the dense products too")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device")
     best = ceiling(options.rounds)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"reading alone: {best:,.0f} GB/s\n", flush=True)
