@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from engine_fakes import SWAPS, Bench, FakePilot, Wire, executor, follower, request, tokens_of
 
-from tided.control.messages import Step
+from tided.control.messages import Admission, Prefill, Step
 from tided.engine.types import Failed
 from tided.errors import PairError
 
@@ -111,6 +111,19 @@ def test_another_token_is_noticed():
         rank._draw = wrong
 
     assert_stopped(diverging(other_token))
+
+
+def test_a_token_is_noticed_before_anything_is_computed_from_it():
+    def digest(wrong: bool) -> str:
+        rank = executor()
+        if wrong:
+            draw = rank._draw
+            rank._draw = lambda lanes, logits, outcome: draw(lanes, logits.flip(-1), outcome)
+        return rank.execute(
+            Step(1, 0, admit=[Admission(0, request("a"))], work=Prefill(0, 0, 5), digest_due=True)
+        ).digest
+
+    assert digest(False) == digest(False) != digest(True)
 
 
 def test_other_experts_are_noticed():
