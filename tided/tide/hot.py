@@ -149,7 +149,7 @@ class HotReads:
         worth[sorted(self._ring | self._loading | self._arriving | self._alone)] = 0.0
         worth[sorted(self._leaving)] = 1.0
         of = None if self.kinds is None else self.kinds.of
-        return swap_plan(worth.reshape(scores.shape), self.residents, self.floor, max_swaps, least, of)
+        return swap_plan(worth.reshape(scores.shape), self._resident, self.floor, max_swaps, least, of)
 
     def moves(self, reads: int) -> Moves:
         """At most `reads` reads, the most wanted first, each with the slot that it takes."""
