@@ -16,15 +16,19 @@ from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 from msgspec.structs import replace
 
+from kernels.record import PAGE_BYTES
 from packers.pack_header import DIGEST_BYTES, PackHeader
 from packers.packs import Pack, Progress, checksum, decode_header, encode_header
 from tided.errors import DataError, PermissionError_, UnavailableError
 
 FLUSH_BYTES = 256 << 20  # of records between two flushes; a kill loses no more than this
 READ_TIMEOUT_S = 120.0  # for one expert: the source's disk is gone
+WRITE_TIMEOUT_S = 120.0
 READERS = 4
+PARTS = 4  # of a record that are written at once
 AT_ONCE = READERS + 1  # at most so many experts in a row are being read or written
 
 # (layer, expert) -> the record of each pack, in the order of the packs. READERS threads call it; what it gave is needed
@@ -76,12 +80,17 @@ class PackWriter:
             os.close(self._fd)
             raise
         self.done = self._flushed = len(self._index) // DIGEST_BYTES
+        self._direct = _direct(self.temporary)
+        self._pool = ThreadPoolExecutor(PARTS, thread_name_prefix="pack-writer")
 
     def __enter__(self) -> "PackWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._pool.shutdown()
         os.close(self._fd)
+        if self._direct is not None:
+            os.close(self._direct)
 
     @property
     def missing_bytes(self) -> int:
@@ -90,7 +99,7 @@ class PackWriter:
     def write(self, record: memoryview) -> None:
         if record.nbytes != self.header.nbytes(self.done):
             raise ValueError(f"a record of {record.nbytes} bytes, not {self.header.nbytes(self.done)}")
-        self._put(record, self.header.offset(self.done))
+        self._put_record(record, self.header.offset(self.done))
         self._index += checksum(record)
         self.done += 1
         if self.header.offset(self.done) - self.header.offset(self._flushed) >= FLUSH_BYTES:
@@ -174,11 +183,46 @@ class PackWriter:
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._flushed = self.done
 
+    def _put_record(self, record: memoryview, offset: int) -> None:
+        """Past the page cache where it can be: what is written there comes back to nobody, and others must give way. A
+        few parts are in flight at once."""
+        if self._direct is None or _address(record) % PAGE_BYTES:
+            self._put(record, offset)
+            return
+        size = -(-len(record) // (PARTS * PAGE_BYTES)) * PAGE_BYTES
+        begins = range(0, len(record), size)
+        running = [self._pool.submit(self._put_direct, record[at : at + size], offset + at) for at in begins]
+        for part in running:
+            part.result(WRITE_TIMEOUT_S)
+
+    def _put_direct(self, part: memoryview, offset: int) -> None:
+        written = 0
+        try:
+            written = os.pwrite(self._direct or self._fd, part, offset)
+        except OSError as e:
+            if e.errno != errno.EINVAL:  # a device with larger blocks
+                raise
+        self._put(part[written:], offset + written)
+
     def _put(self, data: "bytes | memoryview", offset: int) -> None:
         view = memoryview(data)
         while len(view):
             count = os.pwrite(self._fd, view, offset)
             view, offset = view[count:], offset + count
+
+
+def _direct(path: Path) -> int | None:
+    """The file, to write past the page cache; None: this file system cannot."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        return None
+
+
+def _address(data: memoryview) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 def _is_there(path: Path, header: PackHeader) -> bool:
