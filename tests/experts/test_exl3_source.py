@@ -93,7 +93,10 @@ def test_a_record_tells_its_widths_and_holds_the_checkpoints_bytes(ranks):
 
 
 def test_records_take_the_bytes_that_their_widths_give():
-    record, sizes = described(Checkpoint.open(GOLDEN), names, Exl3Record(D, INNER, 2), 2, EXPERTS)
+    record, sizes, whole = described(Checkpoint.open(GOLDEN), names, Exl3Record(D, INNER, 2), 2, EXPERTS)
+    assert (
+        whole.tolist() == described(Checkpoint.open(GOLDEN), names, Exl3Record(D, INNER, 1), 2, EXPERTS).whole.tolist()
+    )
     assert record.kinds == (("mul1", 4), ("mul1", 6), ("mul1", 8))
     assert sizes.tolist() == [
         [record.slot_bytes(source(2).stored(layer, e)) for e in range(EXPERTS)] for layer in range(2)

@@ -100,10 +100,12 @@ def open_model(settings: Settings) -> OpenedModel:
         raise ConfigError(f"vision.rank = {settings.vision.rank}: this model has no vision tower", hint="set it to -1")
     record = family.expert_record(checkpoint, settings.parallel.ranks)
     names = family.expert_names(checkpoint)
-    record, sizes = described(checkpoint, names, record, shape.moe_layers, shape.experts_per_layer)
+    mixed = described(checkpoint, names, record, shape.moe_layers, shape.experts_per_layer)
     spare_slots, ring_slots = settings.experts.spare_slots, settings.tide.hot_ring_slots
-    kinds = None if sizes is None else kinds_of(sizes, spare_slots, ring_slots)
-    return OpenedModel(settings, checkpoint, family, shape, record, kinds)
+    if mixed is None:
+        return OpenedModel(settings, checkpoint, family, shape, record)
+    kinds = kinds_of(mixed.whole, spare_slots, ring_slots, mixed.nbytes)
+    return OpenedModel(settings, checkpoint, family, shape, mixed.record, kinds)
 
 
 def build_rank(

@@ -33,4 +33,4 @@ def arena_bytes(opened: "OpenedModel") -> int:
     if kinds is None:
         return urgent + (experts.resident + experts.spare_slots + tide.hot_ring_slots) * opened.largest_bytes
     slots = zip(kinds.nbytes, kinds.spare, kinds.ring, strict=True)
-    return urgent + kinds.budget_bytes(experts.resident) + sum(size * (spare + ring) for size, spare, ring in slots)
+    return urgent + kinds.most_bytes(experts.resident) + sum(size * (spare + ring) for size, spare, ring in slots)

@@ -1,12 +1,9 @@
 """Experts of a checkpoint, whatever they are stored in: where their records come from, and how large each is."""
 
-import numpy as np
-import numpy.typing as npt
-
 from kernels.exl3_record import Exl3Record
 from kernels.record import ExpertRecord
 from packers.shards import Checkpoint
-from tided.experts.exl3_source import Exl3Source, describe
+from tided.experts.exl3_source import Described, Exl3Source, describe
 from tided.experts.source import CheckpointSource, ExpertNames
 
 Record = ExpertRecord | Exl3Record
@@ -21,9 +18,9 @@ def source_of(checkpoint: Checkpoint, names: ExpertNames, record: Record, rank: 
 
 def described(
     checkpoint: Checkpoint, names: ExpertNames, record: Record, layers: int, experts: int
-) -> tuple[Record, npt.NDArray[np.int64] | None]:
-    """The record with what is known of these layers' experts, and [layers, experts] bytes of each on one rank, the same
-    on all; None: all have `record.slot_bytes`. Reads headers alone."""
+) -> Described | None:
+    """What is known of these layers' experts, where their records may differ in size; None: all have
+    `record.slot_bytes`. Reads headers alone."""
     if isinstance(record, ExpertRecord):
-        return record, None
+        return None
     return describe(Exl3Source(checkpoint, names, record, 0), layers, experts)

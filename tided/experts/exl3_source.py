@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -101,11 +102,20 @@ def _stored(matrices: Sequence[StoredMatrix]) -> Stored:
     return Stored((gate.half_bits, up.half_bits, down.half_bits), (gate.codebook, up.codebook, down.codebook))
 
 
-def describe(source: Exl3Source, layers: int, experts: int) -> tuple[Exl3Record, npt.NDArray[np.int64]]:
-    """The source's record with the kinds of matrices that there are; [layers, experts] bytes of every record."""
+class Described(NamedTuple):
+    """`record` with the kinds of matrices that there are; [layers, experts] bytes of every rank's record, and of what
+    whole experts hold."""
+
+    record: Exl3Record
+    nbytes: npt.NDArray[np.int64]
+    whole: npt.NDArray[np.int64]
+
+
+def describe(source: Exl3Source, layers: int, experts: int) -> Described:
     stored = [[source.stored(layer, expert) for expert in range(experts)] for layer in range(layers)]
-    each = {one for row in stored for one in row}
+    each, record = {one for row in stored for one in row}, source.record
     kinds = {kind for one in each for kind in zip(one.codebooks, one.half_bits, strict=True)}
-    sizes = {one: source.record.slot_bytes(one) for one in each}
-    found = np.array([[sizes[one] for one in row] for row in stored], dtype=np.int64)
-    return replace(source.record, kinds=tuple(sorted(kinds))), found
+    uncut = replace(record, ranks=1)
+    sizes, wholes = ({one: size(one) for one in each} for size in (record.slot_bytes, uncut.nbytes))
+    found, whole = (np.array([[of[one] for one in row] for row in stored], dtype=np.int64) for of in (sizes, wholes))
+    return Described(replace(record, kinds=tuple(sorted(kinds))), found, whole)

@@ -12,30 +12,39 @@ from tided.tide.planner import Sizes
 
 
 class Kinds(NamedTuple):
-    """`of` [layers, experts]: which kind a pair is. By kind, the smallest first: bytes of a record, swaps that are read
-    at once, slots of the hot ring."""
+    """`of` [layers, experts]: which kind a pair is. By kind, the smallest first: bytes of a rank's record, swaps that
+    are read at once, slots of the hot ring, bytes of a whole expert. Sets are made by these last: any number of ranks
+    makes the same."""
 
     of: npt.NDArray[np.int64]
     nbytes: tuple[int, ...]
     spare: tuple[int, ...]
     ring: tuple[int, ...]
+    whole: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> Sizes:
-        """[layers, experts] bytes of every record."""
-        return np.array(self.nbytes, dtype=np.int64)[self.of]
+        """[layers, experts] bytes of every whole expert."""
+        return np.array(self.whole, dtype=np.int64)[self.of]
 
     def budget_bytes(self, resident: int) -> int:
-        """What `resident` records of the mean size take."""
+        """What `resident` whole experts of the mean size take."""
         return int(self.sizes.sum()) * resident // self.of.size
 
+    def most_bytes(self, resident: int) -> int:
+        """What the records of any such set take at most on a rank."""
+        dearest = max(nbytes / whole for nbytes, whole in zip(self.nbytes, self.whole, strict=True))
+        return int(self.budget_bytes(resident) * dearest)
 
-def kinds_of(sizes: Sizes, spare_slots: int, ring_slots: int) -> Kinds:
-    """sizes [layers, experts] bytes of every record."""
-    nbytes, of = np.unique(sizes, return_inverse=True)
-    pairs = np.bincount(of.ravel()).tolist()
-    kinds = of.reshape(sizes.shape).astype(np.int64), tuple(int(one) for one in nbytes)
-    return Kinds(*kinds, _shares(spare_slots, pairs), _shares(ring_slots, pairs))
+
+def kinds_of(whole: Sizes, spare_slots: int, ring_slots: int, records: Sizes | None = None) -> Kinds:
+    """whole [layers, experts] bytes of every expert; records: of a rank's, where that holds a share. Experts of one
+    size have records of one."""
+    sizes, first, of = np.unique(whole, return_index=True, return_inverse=True)
+    nbytes = (whole if records is None else records).ravel()[first]
+    pairs, of = np.bincount(of.ravel()).tolist(), of.reshape(whole.shape).astype(np.int64)
+    spare, ring = _shares(spare_slots, pairs), _shares(ring_slots, pairs)
+    return Kinds(of, tuple(map(int, nbytes)), spare, ring, tuple(map(int, sizes)))
 
 
 def _shares(slots: int, pairs: Sequence[int]) -> tuple[int, ...]:

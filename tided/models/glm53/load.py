@@ -148,7 +148,8 @@ def _with_drafter(model: Glm53, weights: Weights, c: Config, contexts: Contexts,
     _require_drafter(c)
     record = expert_record(weights.checkpoint, c, weights.group.ranks, c.num_hidden_layers)
     names = expert_names(weights.checkpoint, c, c.num_hidden_layers)
-    record, _ = described(weights.checkpoint, names, record, 1, c.n_routed_experts)
+    mixed = described(weights.checkpoint, names, record, 1, c.n_routed_experts)
+    record = record if mixed is None else mixed.record
     source = source_of(weights.checkpoint, names, record, weights.group.rank)
     bank = resident_bank(source, record, 1, c.n_routed_experts, weights.device)
     size = int(draft) if draft.isdigit() else CHAIN
