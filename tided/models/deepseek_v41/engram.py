@@ -70,7 +70,8 @@ def _histories(lane: Context, ids: Ints, ngram: int) -> Ints:
     known = np.concatenate([lane.tail, ids])
     lane.tail = known[len(known) - len(lane.tail) :]
     newest_first = np.arange(ngram - 1, -1, -1)
-    return known[np.arange(len(ids))[:, None] + newest_first]
+    histories: Ints = known[np.arange(len(ids))[:, None] + newest_first]
+    return histories
 
 
 def _living(history: Ints, pad_id: int) -> Ints:
