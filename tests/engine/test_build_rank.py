@@ -109,8 +109,8 @@ def test_a_rank_from_a_pack_computes_the_same_bits_as_one_from_the_checkpoint(tm
     assert torch.equal(*logits)
 
 
-def test_only_mxfp4_experts_are_packed(tmp_path):
-    with pytest.raises(DataError, match="a pack holds MXFP4 experts, these are bf16"):
+def test_only_mxfp4_and_exl3_experts_are_packed(tmp_path):
+    with pytest.raises(DataError, match="a pack holds MXFP4 or EXL3 experts, these are bf16"):
         pack_checkpoint(GLM, 2, None, tmp_path, lambda done, total: None)
     assert not list(tmp_path.iterdir())
 

@@ -1,6 +1,8 @@
 """Packs of EXL3 experts: records of several sizes, found, checked, resumed."""
 
+import errno
 import json
+import mmap
 import os
 
 import numpy as np
@@ -150,6 +152,37 @@ def test_a_pack_of_the_other_kind_is_told_apart(written, tmp_path):
     written.write_bytes(data)
     with pytest.raises(DataError, match="not finished"):
         Pack.open(written)
+
+
+def aligned(layer, expert):
+    """The same records in memory that begins at a page."""
+    rooms = []
+    for record in read(layer, expert):
+        room = mmap.mmap(-1, len(record))
+        room[:] = record
+        rooms.append(memoryview(room))
+    return rooms
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_what_is_written_past_the_page_cache_is_the_same(written, tmp_path, monkeypatch, refuses):
+    """Also where the device takes no such writes after all."""
+    direct, pwrite, opened = [], os.pwrite, os.open
+
+    def noticed(path, flags, *rest):
+        fd = opened(path, flags, *rest)
+        direct.extend([fd] if flags & os.O_DIRECT and flags & os.O_WRONLY else [])
+        return fd
+
+    def write(fd, data, offset):
+        if refuses and fd in direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "open", noticed)
+    monkeypatch.setattr(os, "pwrite", write)
+    pack(tmp_path / "direct", HEADERS, aligned, quiet)
+    assert (tmp_path / "direct" / written.name).read_bytes() == written.read_bytes()
 
 
 class Killed(BaseException):
