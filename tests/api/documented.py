@@ -32,11 +32,18 @@ def check_reply(method: str, path: str, status: int, body: Any) -> None:
         _validator(method, path, status, JSON).validate(body)
 
 
+_LAST = {
+    "messages": ("message_stop", "error"),
+    "responses": ("response.completed", "response.incomplete", "response.failed"),
+}
+
+
 def check_events(path: str, text: str) -> None:
     """A stream: its events' data by their schema, and the end that its API has."""
     lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     if path.endswith("/completions"):
         assert lines.pop() == "[DONE]"
-    assert lines
-    for line in lines:
-        _validator("post", path, 200, EVENTS).validate(json.loads(line))
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        _validator("post", path, 200, EVENTS).validate(event)
+    assert events[-1].get("type") in _LAST.get(path.rstrip("/").rpartition("/")[2], (None,))
