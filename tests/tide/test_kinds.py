@@ -42,6 +42,24 @@ def test_whatever_is_wanted_each_kind_keeps_its_places(steps, reads):
         assert all(KINDS.of[out] == KINDS.of[in_] for out, in_ in hot.plan(10))
 
 
+def test_topics_that_come_and_go_exchange_each_kind_for_itself():
+    """Long enough that entries of the ring and residents give way."""
+    hot, promoted, withdrawn = policy(), 0, 0
+    for step in range(300):
+        topic = 5 * (step // 30)
+        wanted = [layer * 12 + (topic + number) % 12 for layer in range(3) for number in range(4)]
+        hot.observe(wanted, [0.25] * len(wanted), 4)
+        moves = hot.moves(4)
+        promoted, withdrawn = promoted + len(moves.promote), withdrawn + len(moves.withdraw)
+        assert all(KINDS.of[out] == KINDS.of[in_] for out, in_ in moves.promote)
+        for pair in moves.load:
+            hot.published(pair)
+        assert all(held <= places for held, places in zip(of_kinds(hot.ring), KINDS.ring, strict=True))
+        assert of_kinds(hot.residents) == of_kinds(RESIDENTS)
+    assert promoted > 5, "nothing was exchanged: this test shows nothing"
+    assert withdrawn > 5
+
+
 def test_a_kind_whose_ring_is_full_leaves_the_others_theirs():
     hot = policy()
     small = [(0, 6), (0, 9), (1, 5), (1, 8), (1, 11), (2, 7), (2, 10)]
