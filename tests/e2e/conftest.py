@@ -4,27 +4,28 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
 
+from tests.bundled import DEEPSEEK, MINIS, Mini
 from tests.daemon.helpers import Running, running
 
 ROOT = Path(__file__).parents[2]
 
 
-def mini(*, resident: int = 312, lanes: int = 2, queue: int = 64, extra: str = "") -> str:
-    """The bundled profile without its ports; a short context keeps starts quick."""
+def mini(of: Mini = DEEPSEEK, *, resident: int = 0, lanes: int = 2, queue: int = 64, extra: str = "") -> str:
+    """The bundled profile without its ports; a short context keeps starts quick. `resident` 0: two thirds."""
     return f"""
 [model]
-path = "{ROOT}/minis/deepseek"
-served_name = "mini-deepseek"
+path = "{of.path}"
+served_name = "mini-{of}"
 prefill_chunk_tokens = 64
 [experts]
-resident = {resident}
+resident = {resident or of.some}
 [tide]
-seed = "{ROOT}/minis/deepseek/demand-seed.json"
+seed = "{of.path}/demand-seed.json"
 [cache]
 context_tokens = 1024
 pool_tokens = 2048
@@ -36,9 +37,15 @@ guard_every_steps = 8
 """
 
 
+@pytest.fixture(scope="module", params=MINIS, ids=str)
+def model(request: pytest.FixtureRequest) -> Mini:
+    """Tests that ask for it run on every bundled model."""
+    return cast(Mini, request.param)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two ranks at 65 % of the experts, shared by the tests of a module that leave it alive."""
+    """Two ranks at two thirds of the experts, shared by the tests of a module that leave it alive."""
     with running(mini(), tmp_path_factory.mktemp("pair")) as started:
         yield started
 

@@ -1,4 +1,4 @@
-"""C5 on the trained mini: one rank, two and four compute the same model, whole and with two thirds of the experts."""
+"""C5 on the trained minis: one rank, two and four compute the same model, whole and with two thirds of the experts."""
 
 import json
 
@@ -26,30 +26,31 @@ def sample(index):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    ids, _ = sample(1)
-    kept = {}
+def run(model):
+    ids, kept = model.ids("Tell me about Japan.") + model.ids("How many legs does a spider have?"), {}
 
     def logits(ranks, resident, numerics):
         key = (ranks, resident, numerics)
         if key not in kept:
-            kept[key] = offline.logits(MINI, ids, ranks=ranks, resident=resident, numerics=numerics, chunk=16, decode=4)
+            given = {"ranks": ranks, "resident": resident, "numerics": numerics}
+            kept[key] = offline.logits(model.path, ids, chunk=16, decode=4, **given)
         return kept[key]
 
     return logits
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("resident", [480, 312])
-def test_ranks_agree(run, ranks, resident):
+@pytest.mark.parametrize("kept", ["experts", "some"])
+def test_ranks_agree(model, run, kept):
     """In fp32 nothing but the order of sums differs."""
+    resident = getattr(model, kept)
     alone = run(1, resident, "fp32")
-    assert (run(ranks, resident, "fp32") - alone).abs().max() < 2e-3 * alone.std()
+    for ranks in model.ranks:
+        assert (run(ranks, resident, "fp32") - alone).abs().max() < 2e-3 * alone.std()
 
 
-def test_ranks_agree_in_native_numerics(run):
-    """8-bit rounding turns a last bit into a step now and then; the choice of the next token stays."""
-    alone, pair = run(1, 480, "native"), run(2, 480, "native")
+def test_ranks_agree_in_native_numerics(model, run):
+    """Rounding turns a last bit into a step now and then; the choice of the next token stays."""
+    alone, pair = run(1, model.experts, "native"), run(2, model.experts, "native")
     assert (pair - alone).square().mean().sqrt() < 0.1 * alone.std()
     assert (pair.argmax(-1) == alone.argmax(-1)).float().mean() > 0.9
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 import tided.cache.pool
 import tided.engine.build
 import tided.models.deepseek_v41.load
+import tided.models.glm53.load
 import tided.models.paged
 from tests.models.random_checkpoint import golden_config, write_checkpoint
 from tided.engine.build import OpenedModel, open_model
@@ -59,6 +60,7 @@ def small_pages(patch: pytest.MonkeyPatch) -> None:
         tided.cache.pool,
         tided.engine.build,
         tided.models.deepseek_v41.load,
+        tided.models.glm53.load,
         tided.models.paged,
     ):
         patch.setattr(module, "PAGE_TOKENS", PAGE)
