@@ -15,8 +15,8 @@ QUESTION = "Tell me about Japan."
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    with running(mini(resident=480), tmp_path_factory.mktemp("whole")) as started:
+def whole(model, tmp_path_factory):
+    with running(mini(model, resident=model.experts), tmp_path_factory.mktemp("whole")) as started:
         yield started
 
 
@@ -54,10 +54,10 @@ async def test_with_every_expert_resident_nothing_is_substituted(whole):
     assert reply["x_engine_stats"]["expert_misses"] == 0
 
 
-async def test_an_exact_answer_of_a_quarter_of_the_experts_is_that_of_all(whole, tmp_path):
+async def test_an_exact_answer_of_a_quarter_of_the_experts_is_that_of_all(model, whole, tmp_path):
     questions = [ask(QUESTION), ask("What is 12 + 30?", seed=5, temperature=0.8)]
     expected = [answer(await post(whole.url, body)) for body in questions]
-    with running(mini(resident=120), tmp_path) as few:
+    with running(mini(model, resident=model.experts // 4), tmp_path) as few:
         replies = await asyncio.gather(*(post(few.url, body | {"fidelity": "exact"}) for body in questions))
         assert [answer(reply) for reply in replies] == expected
         for _, reply in replies:
@@ -76,4 +76,4 @@ async def test_the_requests_of_the_readme_do_what_it_says(whole):
     assert (call["name"], json.loads(call["arguments"])) == ("read_file", {"path": "notes.txt"})
     message = (await post(whole.url, thinking))[1]["choices"][0]["message"]
     assert message["reasoning_content"].strip()
-    assert "25 + 13 = 38." in message["content"]
+    assert "38." in message["content"]
