@@ -184,6 +184,8 @@ def _matrix(work: Work, source: Source, info: TensorInfo) -> Matrix:
                 file.write(part)
                 work.tell(info.name, file.tell(), info.nbytes)
             file.flush()
+            if file.tell() == have:
+                raise DataError("ends before this tensor does", where=f"{source.label}: {info.name}")
     raw = np.fromfile(path, dtype=np.uint8, count=info.nbytes)
     path.unlink()
     return _as_float(raw, info)

@@ -74,7 +74,8 @@ def _onto(matrix: Matrix, row: Vector) -> Vector:
 
 
 def _energy(matrix: Matrix) -> float:
-    return float(sum(np.vdot(rows, rows) for rows in np.array_split(matrix, max(1, len(matrix) // BLOCK_ROWS))))
+    blocks = (matrix[at : at + BLOCK_ROWS].astype(np.float64) for at in range(0, len(matrix), BLOCK_ROWS))
+    return float(sum(np.vdot(rows, rows) for rows in blocks))
 
 
 def _rounding_energy(matrix: Matrix, mantissa_bits: int) -> float:

@@ -1,8 +1,11 @@
 """`tidectl fit`: the directions that an edited checkpoint took out of its base, as a file for model.ablation."""
 
+import fcntl
 import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -12,8 +15,8 @@ from packers.ablation import write
 from packers.fit import Found, Hub, Local, Source, Work, fit_layer, layers_of
 from packers.hub import Repository
 from tidectl.output import emit, say
-from tidectl.waiting import Item, waiting
-from tided.errors import DataError, UsageError
+from tidectl.waiting import Item, Show, waiting
+from tided.errors import DataError, UnavailableError, UsageError
 
 RANGE = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?")
 RESULT = "kept.json"
@@ -34,25 +37,42 @@ def run(base: str, edited: str, out: Path, layers: str, as_json: bool) -> None:
     with waiting() as show:
         show([Item("opening", base)])
         old, new = _open(base), _open(edited)
-        folder = out.with_name(f".{out.name}.work")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        kept = _kept(folder, old.label, new.label)
-        for layer in _chosen(layers, layers_of(old)):
-
-            def tell(name: str, done: int, total: int) -> None:
-                show([Item("reading", name, done=done >> 10, total=total >> 10, detail="KiB")])
-
-            if layer not in kept.layers:
-                show([Item("comparing", f"layer {layer}")])
-                kept.layers[layer] = fit_layer(Work(old, new, folder, tell), layer)
-                _keep(folder, kept)
-    found = [edit for _, edit in sorted(kept.layers.items()) if edit]
-    if not found:
-        raise DataError("the two checkpoints do not differ where an ablation would", where=edited)
-    write(out, [(edit.layer, np.array(edit.direction), edit.alphas) for edit in found])
-    (folder / RESULT).unlink()
-    folder.rmdir()
+        with _working(out.with_name(f".{out.name}.work")) as folder:
+            found = _fit(old, new, folder, _chosen(layers, layers_of(old)), show)
+            if not found:
+                raise DataError("the two checkpoints do not differ where an ablation would", where=edited)
+            write(out, [(edit.layer, np.array(edit.direction), edit.alphas) for edit in found])
+            shutil.rmtree(folder)
     _report(out, found, old.fetched_bytes + new.fetched_bytes, as_json)
+
+
+def _fit(old: Source, new: Source, folder: Path, layers: list[int], show: Show) -> list[Found]:
+    """The layers that were edited; those that an earlier run has looked at are taken from it."""
+
+    def tell(name: str, done: int, total: int) -> None:
+        show([Item("reading", name, done=done >> 10, total=total >> 10, detail="KiB")])
+
+    kept = _kept(folder, old.label, new.label)
+    for layer in layers:
+        if layer not in kept.layers:
+            show([Item("comparing", f"layer {layer}")])
+            kept.layers[layer] = fit_layer(Work(old, new, folder, tell), layer)
+            _keep(folder, kept)
+    return [edit for layer in layers if (edit := kept.layers[layer])]
+
+
+@contextmanager
+def _working(folder: Path) -> Iterator[Path]:
+    """A folder beside the result, for one run at a time; it stays when the run does not come to its end."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    except BlockingIOError as error:
+        raise UnavailableError("another run works on this file", where=str(folder), hint="wait for it") from error
+    finally:
+        os.close(lock)
 
 
 def _open(name: str) -> Source:
@@ -71,11 +91,11 @@ def _chosen(text: str, layers: list[int]) -> list[int]:
 
 def _kept(folder: Path, base: str, edited: str) -> Kept:
     """Of an earlier run over the same contents; of others it is not used."""
-    try:
+    with suppress(OSError, msgspec.DecodeError):
         found = msgspec.json.decode((folder / RESULT).read_bytes(), type=Kept)
-    except (OSError, msgspec.DecodeError):
-        return Kept(base, edited)
-    return found if (found.base, found.edited) == (base, edited) else Kept(base, edited)
+        if (found.base, found.edited) == (base, edited):
+            return found
+    return Kept(base, edited)
 
 
 def _keep(folder: Path, kept: Kept) -> None:

@@ -13,9 +13,10 @@ from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import save_file
 from torch import Tensor
 
-from packers.fit import Found, Local, Work, fit_layer, layers_of
+from packers.fit import Found, Local, Work, _matrix, fit_layer, layers_of
 from packers.fit import Hub as HubSource
 from packers.hub import Repository
+from packers.rank_one import rank_one
 from packers.shards import Checkpoint
 from tidectl import fit as command
 from tided.errors import DataError, UnavailableError
@@ -276,10 +277,65 @@ def test_only_some_layers(base: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert said["fetched_bytes"] == 0
 
 
+def test_of_an_earlier_run_only_the_layers_that_are_asked_for_count(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, out = save(tmp_path / "edited", edited(base_tensors(), [1, 3], (ATTENTION,), 1.0)), tmp_path / "out"
+    with monkeypatch.context() as broken:
+        broken.setattr(command, "write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            command.run(str(base), str(other), out, "1", as_json=True)
+    command.run(str(base), str(other), out, "2-3", as_json=True)
+    assert sorted(load_numpy(out)) == ["layers.3.attention", "layers.3.direction"]
+
+
+def test_one_run_at_a_time(base: Path, tmp_path: Path) -> None:
+    other, out = save(tmp_path / "edited", edited(base_tensors(), [1], (ATTENTION,), 1.0)), tmp_path / "out"
+    with command._working(tmp_path / ".out.work"), pytest.raises(UnavailableError, match="another run"):
+        command.run(str(base), str(other), out, "", as_json=True)
+    command.run(str(base), str(other), out, "", as_json=True)
+    assert [path.name for path in tmp_path.glob(".out*")] == []
+
+
+def test_a_file_that_was_cut_meanwhile(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="ends before this tensor does"):
+        _matrix(work(base, base, tmp_path), Cut(), Local(base).tensor("model.layers.1.self_attn.o_proj.weight"))
+
+
+class Cut:
+    """A source that has one byte, and then nothing."""
+
+    label, fetched_bytes = "cut", 0
+
+    def read(self, info: Any, begin: int, end: int) -> Any:
+        return iter([b"x"] if begin == 0 else [])
+
+
+def exact(name: str, weight: Tensor) -> Tensor:
+    d = direction(2).float()
+    return weight - d[:, None] * (d @ weight)
+
+
+def touched(name: str, weight: Tensor) -> Tensor:
+    found = exact(name, weight)
+    found[17, 5] += 0.01
+    return found
+
+
+@pytest.mark.parametrize(("change", "holds"), [(exact, True), (touched, False)])
+def test_matrices_in_fp32_are_judged_by_their_own_rounding(change: Any, holds: bool) -> None:
+    for seed in range(10):
+        weight = torch.randn(HIDDEN, HEADS, generator=torch.Generator().manual_seed(seed)) / 16
+        found = rank_one(weight.numpy(), change("", weight).numpy(), 23)
+        assert found.holds is holds
+        assert found.explained <= 1 + 1e-12
+
+
 def test_another_s_leftovers_are_not_used(base: Path, tmp_path: Path) -> None:
     other = save(tmp_path / "edited", edited(base_tensors(), [1], (ATTENTION,), 1.0))
     folder = tmp_path / ".out.safetensors.work"
     folder.mkdir()
+    (folder / "00.part").write_bytes(b"of another run")
     wrong = command.Kept("a", "b", {1: Found(1, [1.0], {"attention": 9.0}, {})})
     command._keep(folder, wrong)
     command.run(str(base), str(other), tmp_path / "out.safetensors", "1", as_json=True)
