@@ -1,16 +1,18 @@
 """Pairs of several record sizes: hot reads, plans and the pilot exchange each kind for itself."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tided.engine.motion import Motion
 from tided.settings import Tide
-from tided.tide.demand import RouterShape
+from tided.tide.demand import RouterShape, vote_of
 from tided.tide.history import History
 from tided.tide.hot import HotReads
 from tided.tide.kinds import kinds_of
 from tided.tide.pilot import Pilot
+from tided.tide.seed import Seed
 
 SHAPE = RouterShape(layers=3, experts=12, top_k=2)
 EVEN = np.ones((SHAPE.layers, SHAPE.experts))
@@ -115,3 +117,53 @@ def test_the_pilot_keeps_its_budget_of_bytes(tmp_path):
     assert sum(int(SIZES[pair]) for pair in pilot.residents) == nbytes
     layers = np.bincount([layer for layer, _ in first], minlength=3)
     assert layers.max() - layers.min() <= 1, "without a seed no layer is preferred"
+
+
+GLM = RouterShape(layers=6, experts=64, top_k=8)
+WIDE_FIRST = np.tile(np.repeat([4, 3, 2], [4, 20, 40]), (GLM.layers, 1))  # bits: what few have is what ids rank first
+MIXED = np.random.default_rng(7).permuted(WIDE_FIRST, axis=1)
+
+
+def shares(pairs, bits) -> list[float]:
+    """Of the experts of 2, 3 and 4 bits, how many are resident."""
+    kept = np.zeros(bits.shape, dtype=bool)
+    kept[tuple(np.array(pairs).T)] = True
+    return [float(kept[bits == one].mean()) for one in (2, 3, 4)]
+
+
+def glm_pilot(path, bits, seed=None, votes=()) -> Pilot:
+    history = History.open(path, "cd" * 32, GLM, False)
+    for mass in votes:
+        history.fold(vote_of(mass, mass, GLM), 0.9)
+    kinds = kinds_of(bits * 1_000_000, spare_slots=6, ring_slots=0)
+    return Pilot(history, seed, Tide(), GLM, int(0.675 * bits.size), kinds)
+
+
+@pytest.mark.parametrize("bits", [MIXED, WIDE_FIRST, WIDE_FIRST[:, ::-1]], ids=["mixed", "wide first", "wide last"])
+@pytest.mark.parametrize("layers_only", [False, True])
+def test_where_nothing_is_known_each_size_is_resident_as_it_occurs(tmp_path, bits, layers_only):
+    """Not the smallest first: what a size has at the start it has for good, and the wide may be the ones wanted."""
+    even = np.full((GLM.layers, GLM.experts), 1 / GLM.experts)
+    seed = Seed(even, "", (), (40,) * GLM.layers) if layers_only else None
+    assert shares(glm_pilot(tmp_path, bits, seed).boot_pairs(), bits) == pytest.approx([0.675] * 3, abs=0.1)
+
+
+def test_what_was_observed_counts_a_byte_and_the_rest_stays_as_it_occurs(tmp_path):
+    """One vote: the experts that it names come first whatever their width; no size is preferred of the others."""
+    draw = np.random.default_rng(3)
+    seen = np.zeros(MIXED.shape)
+    for row in seen:
+        row[draw.choice(GLM.experts, 16, replace=False)] = draw.gamma(1.0, size=16) + 0.05
+    pairs = glm_pilot(tmp_path, MIXED, votes=[seen]).boot_pairs()
+    assert {(int(layer), int(expert)) for layer, expert in np.argwhere(seen)} <= set(pairs)
+    assert shares(pairs, MIXED) == pytest.approx([0.675] * 3, abs=0.15)
+
+
+def test_of_equal_worth_the_smaller_are_kept_once_it_was_observed(tmp_path):
+    """By a history in which all are wanted alike, and by a seed that says so."""
+    even = np.full((GLM.layers, GLM.experts), 1.0)
+    by_seed = shares(glm_pilot(tmp_path, MIXED, Seed(even / GLM.experts, "", ("all",))).boot_pairs(), MIXED)
+    by_history = shares(glm_pilot(tmp_path, MIXED, votes=[even]).boot_pairs(), MIXED)
+    for small, _, wide in (by_seed, by_history):
+        assert small == 1.0
+        assert wide < 0.7

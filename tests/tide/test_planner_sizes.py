@@ -135,6 +135,18 @@ def test_what_a_byte_brings_decides_behind_the_floors():
     assert boot_set_of_bytes(scores, sizes, 40, 1) == [(0, 0), (0, 2), (0, 3), (0, 4)]
 
 
+def test_a_guess_prefers_no_size_and_what_was_observed_counts_a_byte():
+    sizes = np.array([[30, 10, 30, 10, 30, 10, 20, 20]], dtype=np.int64)
+    guess = np.full((1, 8), 1 / 8)
+    assert boot_set_of_bytes(guess, sizes, 80, 1, guess) == [(0, 0), (0, 1), (0, 2), (0, 3)], "in their order"
+    observed = np.array([[0, 0, 0, 0, 0.3, 0.12, 0, 0]])
+    assert boot_set_of_bytes(guess / 2 + observed, sizes, 70, 1, guess / 2) == [(0, 0), (0, 4), (0, 5)], (
+        "both seen first"
+    )
+    dear = np.array([[0, 0, 0, 0, 0.4, 0.12, 0.16, 0.18]])  # 0.013, 0.012, 0.008, 0.009 a byte
+    assert boot_set_of_bytes(guess / 2 + dear, sizes, 40, 1, guess / 2) == [(0, 4), (0, 5)]
+
+
 def test_sizes_that_do_not_fit_are_refused():
     scores, sizes = np.full((2, 4), 0.25), np.full((2, 4), 10, dtype=np.int64)
     with pytest.raises(ValueError, match="39 bytes are too few for 2 experts in each of 2 layers"):

@@ -32,9 +32,9 @@ from tided.profile.schema import KEYS, value_of
 from tided.settings import Cache, Engine, Experts, Parallel, Settings, Vision
 from tided.settings import Model as ModelSettings
 from tided.tide.demand import RouterShape
-from tided.tide.kinds import first_scores
+from tided.tide.kinds import Kinds, first_order
 from tided.tide.planner import boot_set, boot_set_of_bytes, first_set
-from tided.tide.seed import load_seed
+from tided.tide.seed import Seed, layered_set, load_seed
 
 Numerics = Literal["native", "fp32"]
 KEY = "logits"
@@ -130,19 +130,31 @@ def teacher_forced(model: Model, ids: Tensor, decode: int, chunk: int) -> Tensor
 def first_pairs(opened: OpenedModel) -> list[Pair]:
     """The resident set of a first start: by the profile's seed, or the first experts of each layer. No history counts,
     so that the same profile gives the same logits everywhere."""
-    settings, shape = opened.settings, opened.shape
+    settings, shape, kinds = opened.settings, opened.shape, opened.kinds
     budget, floor = settings.experts.resident, settings.tide.floor_per_layer or shape.top_k
     try:
-        router, kinds = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k), opened.kinds
-        prior = load_seed(Path(settings.tide.seed), shape.family, router).prior if settings.tide.seed else None
+        router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
+        seed = load_seed(Path(settings.tide.seed), shape.family, router) if settings.tide.seed else None
         if kinds is not None:
-            scores = first_scores(router.layers, router.experts) if prior is None else prior
-            return boot_set_of_bytes(scores, kinds.sizes, kinds.budget_bytes(budget), floor)
-        if prior is None:
+            return _first_of_bytes(kinds, seed, budget, floor)
+        if seed is None:
             return first_set(shape.moe_layers, shape.experts_per_layer, budget, floor)
-        return boot_set(prior, budget, floor)
+        return boot_set(seed.prior, budget, floor)
     except ValueError as error:
         raise ConfigError(str(error), where="experts.resident, tide.floor_per_layer") from error
+
+
+def _first_of_bytes(kinds: Kinds, seed: Seed | None, budget: int, floor: int) -> list[Pair]:
+    """Where nothing tells experts apart, sizes are kept as they occur."""
+    guessed = None
+    if seed is not None and not seed.layer_residents:
+        scores = seed.prior
+    else:
+        layers, experts = kinds.of.shape
+        shares = () if seed is None else seed.layer_residents
+        start = layered_set(shares, experts, budget, floor) if shares else first_set(layers, experts, budget, floor)
+        scores = guessed = first_order(kinds.of, start)
+    return boot_set_of_bytes(scores, kinds.sizes, kinds.budget_bytes(budget), floor, guessed)
 
 
 def _changed(

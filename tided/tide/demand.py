@@ -121,6 +121,13 @@ def blended(demand: Demand, prior: Grid | None, prior_votes: float) -> Grid:
     return (1.0 - weight) * per_layer(prior) + weight * per_layer(demand.mass)
 
 
+def guessed(demand: Demand, prior_votes: float) -> Grid:
+    """[layers, experts]: the part of `blended` without a prior that nobody observed."""
+    unseen = (1.0 - observed_weight(demand, prior_votes)) / demand.mass.shape[1]
+    grid: Grid = np.repeat(unseen[:, None], demand.mass.shape[1], axis=1)
+    return grid
+
+
 def per_layer(grid: Grid) -> Grid:
     """Every layer divided by its sum; a layer of zeros stays one."""
     sums = grid.sum(axis=1, keepdims=True)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tided.tide.demand import Grid
-from tided.tide.planner import Sizes
+from tided.tide.planner import Pair, Sizes
 
 
 class Kinds(NamedTuple):
@@ -55,8 +55,15 @@ def _shares(slots: int, pairs: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(max(share, min(slots, 1))) for share in whole)
 
 
-def first_scores(layers: int, experts: int) -> Grid:
-    """What is kept when nothing at all is known: the first experts of each layer, as many in one as in another."""
-    falling = 1.0 / (1.0 + np.arange(experts))
-    scores: Grid = np.tile(falling / falling.sum(), (layers, 1))
-    return scores
+def first_order(of: npt.NDArray[np.int64], start: Sequence[Pair]) -> Grid:
+    """[layers, experts]: falling in the order in which experts are kept that are not told apart. The layers are kept in
+    the proportions of `start`, and within a layer the kinds `of` [layers, experts] in those of its experts."""
+    layers, experts = of.shape
+    spread = np.zeros((layers, experts))
+    for kind in range(int(of.max()) + 1):  # each evenly over the layer
+        own = of == kind
+        spread[own] = ((np.cumsum(own, axis=1) - 0.5) / np.maximum(own.sum(axis=1, keepdims=True), 1))[own]
+    place = np.argsort(np.argsort(spread, axis=1, kind="stable"), axis=1)
+    counts = np.bincount([layer for layer, _ in start], minlength=layers)
+    order: Grid = 1.0 / (1.0 + place / counts[:, None])
+    return order

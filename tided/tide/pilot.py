@@ -33,13 +33,14 @@ from tided.tide.demand import (
     RouterShape,
     Vote,
     blended,
+    guessed,
     joined,
     observed_weight,
     sensitivity_of,
     vote_of,
 )
 from tided.tide.history import History
-from tided.tide.kinds import Kinds
+from tided.tide.kinds import Kinds, first_order
 from tided.tide.planner import (
     Pair,
     PairSwap,
@@ -355,8 +356,11 @@ class Pilot:
         scores, kinds = self.scores() + self._ties, self.kinds
         if kinds is None:
             return boot_set(scores, budget, self.floor)
+        # What tells experts apart is the seed's and the history's; else what no request has shown is a guess.
+        knows = self.seed is not None and not self.seed.layer_residents
+        unseen = self._ties if knows else self._ties + guessed(self.history.demand, self.settings.prior_votes)
         try:
-            return boot_set_of_bytes(scores, kinds.sizes, kinds.budget_bytes(budget), self.floor)
+            return boot_set_of_bytes(scores, kinds.sizes, kinds.budget_bytes(budget), self.floor, unseen)
         except ValueError as e:
             raise ConfigError(str(e), where="[experts] resident") from e
 
@@ -371,9 +375,8 @@ class Pilot:
             start = first_set(layers, experts, budget, self.floor)
         else:
             start = layered_set(seed.layer_residents, experts, budget, self.floor)
-        counts = np.bincount([layer for layer, _ in start], minlength=layers)
-        ties: Grid = TIE_BREAK / (1.0 + np.arange(experts) / counts[:, None])
-        return ties
+        of = np.zeros((layers, experts), dtype=np.int64) if self.kinds is None else self.kinds.of
+        return TIE_BREAK * first_order(of, start)
 
     def _check(self, budget: int) -> None:
         if self.floor < self.shape.top_k:

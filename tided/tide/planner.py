@@ -4,7 +4,8 @@ Scores [layers, experts]: every layer sums to 1, so one ranking over all layers 
 of scores over the resident set, with at least `floor` residents in every layer. Ties fall to the lower (layer, expert).
 
 Records of one size are exchanged for each other. Where sizes differ, the budget is in bytes: `boot_set_of_bytes` shares
-it out by score a byte, and what it gives each size stays with it, so that a swap never moves a record to make room.
+it out by score a byte, and what it gives each size stays with it, so that a swap never moves a record to make room. So
+only what was observed may count a byte: were a guess to, the small would fill the memory for good, unseen.
 """
 
 import heapq
@@ -52,9 +53,12 @@ def _best(scores: Scores, budget: int, floor: int) -> Mask:
     return chosen
 
 
-def boot_set_of_bytes(scores: Scores, sizes: Sizes, budget_bytes: int, floor: int) -> list[Pair]:
+def boot_set_of_bytes(
+    scores: Scores, sizes: Sizes, budget_bytes: int, floor: int, guessed: Scores | None = None
+) -> list[Pair]:
     """The best `floor` experts of each layer, then by score a byte whatever still fits, sorted. What is left over is
-    less than the smallest record outside. Raises ValueError when the floors alone do not fit."""
+    less than the smallest record outside. `guessed`: the part of the scores that nobody observed. It counts as if every
+    record had the mean size, which prefers none. Raises ValueError when the floors alone do not fit."""
     layers, experts = _checked(scores).shape
     if sizes.shape != scores.shape or (sizes <= 0).any():
         raise ValueError(f"record sizes are {list(sizes.shape)}, must be [{layers}, {experts}] and positive")
@@ -66,7 +70,8 @@ def boot_set_of_bytes(scores: Scores, sizes: Sizes, budget_bytes: int, floor: in
         raise ValueError(f"{budget_bytes} bytes are too few for {floor} experts in each of {layers} layers")
     flat, taken = sizes.ravel().tolist(), chosen.ravel()
     smallest = min(flat)
-    for pair in np.argsort(-(scores / sizes), axis=None, kind="stable").tolist():
+    worth = scores / sizes if guessed is None else (scores - guessed) / sizes + guessed / sizes.mean()
+    for pair in np.argsort(-worth, axis=None, kind="stable").tolist():
         if left < smallest:
             break
         if not taken[pair] and flat[pair] <= left:
