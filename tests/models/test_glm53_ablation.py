@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from packers.ablation import write
 from packers.shards import Checkpoint
@@ -93,6 +94,33 @@ def test_each_point_of_one_projection() -> None:
     assert torch.allclose(Projection(d, 2.0)(y) @ d, -(y @ d), atol=1e-5)
     assert Projection(d, 0.0)(y).equal(y)
     assert Projection(d, 1.5)(y)[2:3].equal(Projection(d, 1.5)(y[2:3].clone()))
+
+
+class Summed(TorchDispatchMode):
+    """The shapes of what is summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "sum" in str(func):
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_a_row_of_a_step_does_not_depend_on_its_company(rows: int) -> None:
+    """Alone and beside others the same bits; and on devices where the order of a sum depends on its shape there is one
+    shape."""
+    wide = torch.Generator().manual_seed(rows)
+    d, y = torch.randn(6144, generator=wide), torch.randn(rows, 6144, generator=wide)
+    edit = Projection(d / d.norm(), 1.5)
+    with Summed() as summed:
+        together = edit(y)
+    assert summed.shapes == [(1, 6144)] * rows
+    for row in range(rows):
+        assert edit(y[row : row + 1].clone()).equal(together[row : row + 1])
 
 
 def test_the_drafter_is_left_alone_and_its_layer_is_none_of_the_file_s(tmp_path: Path) -> None:

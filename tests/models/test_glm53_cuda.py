@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from tests.models.glm53_checkpoint import fp8, mxfp4, trellis, write
 from tests.models.rig import CPU, GLM, load_model, settings
 from tests.models.test_glm53_golden import LOGITS, serve
+from tided.models.glm53.ablation import Projection
 from tided.models.glm53.block import Block
 from tided.settings import Engine
 
@@ -60,6 +61,14 @@ def test_the_first_layers_are_those_of_a_cpu(tmp_path, monkeypatch, name, cache)
         error = float((got - wanted).norm() / wanted.norm())
         print(f"{name}, layer {layer}: {error:.4f}")
         assert error < most
+
+
+def test_a_projected_row_does_not_depend_on_its_company():
+    draw = torch.Generator().manual_seed(3)
+    d, y = torch.randn(6144, generator=draw), torch.randn(16, 6144, generator=draw).to(CUDA)
+    edit = Projection((d / d.norm()).to(CUDA), 1.5)
+    for rows in range(1, 17):
+        assert torch.equal(edit(y[:rows].clone())[:1], edit(y[:1].clone()))
 
 
 def test_drafts_and_rows_taken_back(tmp_path):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels.rows import by_row
 from packers.ablation import layers_of
 from packers.overlay import Overlay
 from packers.shards import Checkpoint
@@ -26,8 +27,10 @@ class Projection:
     alpha: float
 
     def __call__(self, y: Tensor) -> Tensor:
-        """y [T, D] fp32 -> [T, D]; each row by itself."""
-        return y - (y * self.direction).sum(1, keepdim=True) * (self.alpha * self.direction)
+        """y [T, D] fp32 -> [T, D]; the rows of a step each by itself: a GPU sums in an order that the number of rows
+        decides."""
+        share = by_row(lambda rows: (rows * self.direction).sum(1, keepdim=True), y)
+        return y - share * (self.alpha * self.direction)
 
 
 @dataclass(frozen=True)
