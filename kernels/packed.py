@@ -1,9 +1,9 @@
 """Linear layers as a checkpoint stores them, and products by them: nothing is expanded but a tile in passing.
 
-    Plain     a matrix of floats
+    Plain     a matrix of floats; bf16 and fp16 have a kernel, fp32 is what a CPU multiplies by
     Fp8       e4m3 codes [N, K] and an fp32 scale per block of 128 x 128, of any value
     Mxfp4     e2m1 codes [N, K / 2] and a UE8M0 scale per 32 of a row
-    Exl3      a trellis (`kernels.exl3`)
+    Exl3      a trellis (`kernels.exl3`), which may be padded
     Stacked   several, one over the other
 
 Weights are what they are stored as, exactly; sums are fp32. Tiles do not depend on what they are multiplied with, so a
@@ -72,12 +72,14 @@ class Mxfp4:
 
 @dataclass(frozen=True)
 class Exl3:
+    """The first `outputs` of the matrix are the layer's; a trellis has whole blocks of them."""
+
     matrix: exl3.Exl3Matrix
+    outputs: int
 
     @property
     def shape(self) -> tuple[int, int]:
-        inputs, outputs = self.matrix.shape
-        return outputs, inputs
+        return self.outputs, self.matrix.shape[0]
 
     def dense(self, first: int, last: int) -> Tensor:
         """Of whole blocks of rows; whatever they are, blocks are decoded."""
@@ -107,16 +109,18 @@ def product(x: Tensor, weight: Linear, n: Numerics) -> Tensor:
     if isinstance(weight, Stacked):
         return torch.cat([product(x, part, n) for part in weight.parts], 1)
     if isinstance(weight, Exl3):
-        return torch.cat([_trellis_product(x, weight.matrix.columns(tile), n) for tile in _tiles(weight)], 1)
+        tiles = _tiles(weight.matrix.shape[1], weight.matrix.shape[0])
+        whole = torch.cat([_trellis_product(x, weight.matrix.columns(tile), n) for tile in tiles], 1)
+        return whole[:, : weight.outputs].contiguous()
     if isinstance(weight, Plain) and weight.weight.dtype is torch.float32:
         return matmul(x, weight.weight)
-    return torch.cat([matmul(x, weight.dense(tile.start, tile.stop)) for tile in _tiles(weight)], 1)
+    return torch.cat([matmul(x, weight.dense(tile.start, tile.stop)) for tile in _tiles(*weight.shape)], 1)
 
 
 def _has_kernel(weight: Linear) -> bool:
     if isinstance(weight, Stacked):
         return all(map(_has_kernel, weight.parts))
-    return not isinstance(weight, Plain) or weight.weight.dtype is torch.bfloat16
+    return not isinstance(weight, Plain) or weight.weight.dtype in (torch.bfloat16, torch.float16)
 
 
 def _trellis_product(x: Tensor, matrix: exl3.Exl3Matrix, n: Numerics) -> Tensor:
@@ -147,9 +151,8 @@ def nbytes(weight: Linear) -> int:
     return sum(part.nbytes for field in fields(held) if isinstance(part := getattr(held, field.name), Tensor))
 
 
-def _tiles(weight: Linear) -> Iterator[slice]:
+def _tiles(rows: int, columns: int) -> Iterator[slice]:
     """Of rows, whole blocks of any format."""
-    rows, columns = weight.shape
     size = max(FP8_BLOCK, _TILE_ELEMENTS // columns // FP8_BLOCK * FP8_BLOCK)
     return (slice(first, min(first + size, rows)) for first in range(0, rows, size))
 

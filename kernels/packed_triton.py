@@ -2,7 +2,8 @@
 and once for each 64 rows of a chunk.
 
 Codes become bf16 or fp16 exactly, inputs are bf16 that hold what the model rounded them to, so products are exact and
-sums are fp32; the scale of an FP8 block multiplies the block's sum. K is walked in one order whatever the rows, so a
+sums are fp32; the scale of an FP8 block multiplies the block's sum. A weight in fp16 is the sum of two in bf16: its 11
+bits are 8 and 3 more, and its least, 2^-24, is far from bf16's. K is walked in one order whatever the rows, so a
 row does not depend on its company. A trellis takes three launches: inputs are scaled and rotated into fp16, tiles are
 decoded and multiplied (`exl3_triton._walk`), outputs are rotated back and scaled."""
 
@@ -21,7 +22,7 @@ from kernels.rows import ROWS
 CHUNK_ROWS = 64
 BLOCK = 128  # of K at a time: one scale block of FP8
 OUTPUTS = 32
-BF16, FP8, MXFP4 = range(3)
+BF16, FP8, MXFP4, FP16 = range(4)
 
 
 @triton.jit
@@ -89,6 +90,11 @@ def _product(
             if FORMAT == 1:
                 part = _times(_narrow(_e4m3(weights)), inputs, tl.zeros([OUT, M], tl.float32))
                 acc += part * tl.load(scale + (row + skipped_rows) // 128 * scale_width + block)[:, None]
+            elif FORMAT == 3:
+                exact = weights.to(tl.float32)
+                upper = exact.to(tl.bfloat16)
+                acc = _times(_narrow(upper.to(tl.float32)), inputs, acc)
+                acc = _times(_narrow(exact - upper.to(tl.float32)), inputs, acc)
             elif INTERPRETED:
                 acc = _times(weights.to(tl.float32), inputs, acc)
             else:
@@ -148,7 +154,7 @@ def product(x: Tensor, weight: Linear) -> Tensor:
 
 def _one(x: Tensor, weight: Linear) -> Tensor:
     if isinstance(weight, Exl3):
-        return _of_trellis(x, weight.matrix)
+        return _of_trellis(x, weight.matrix)[:, : weight.outputs].contiguous()
     rows, (outs, width) = len(x), weight.shape
     out = torch.empty(rows, outs, dtype=torch.float32, device=x.device)
     m = ROWS if rows <= ROWS else CHUNK_ROWS
@@ -166,7 +172,7 @@ def _operands(weight: Linear) -> tuple[Tensor, Tensor, int, tuple[int, int]]:
     if isinstance(weight, Mxfp4):
         return weight.codes, weight.scale, MXFP4, (0, 0)
     assert isinstance(weight, Plain), "trellises and stacks are taken apart before"
-    return weight.weight, weight.weight, BF16, (0, 0)
+    return weight.weight, weight.weight, FP16 if weight.weight.dtype is torch.float16 else BF16, (0, 0)
 
 
 def _of_trellis(x: Tensor, matrix: Exl3Matrix) -> Tensor:

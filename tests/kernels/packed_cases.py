@@ -28,19 +28,27 @@ def mxfp4() -> Mxfp4:
     return Mxfp4(codes, torch.randint(118, 132, (N, K // 32), generator=draw).to(torch.uint8))
 
 
-def trellis(half_bits: int, codebook: exl3.Codebook) -> Exl3:
+def trellis(half_bits: int, codebook: exl3.Codebook, outputs: int = N) -> Exl3:
     words = torch.randint(-(1 << 15), 1 << 15, (K // 16, N // 16, 8 * half_bits), generator=draw).to(torch.int16)
     suh, svh = ((torch.randn(size, generator=draw) / 8).half() for size in (K, N))
-    return Exl3(exl3.Exl3Matrix(words, suh, svh, codebook))
+    return Exl3(exl3.Exl3Matrix(words, suh, svh, codebook), outputs)
 
 
 def bf16(rows: int = N) -> Plain:
     return Plain(torch.randn(rows, K, generator=draw).bfloat16())
 
 
+def fp16(rows: int = N) -> Plain:
+    """Of every size, down to the least."""
+    weight = torch.randn(rows, K, generator=draw) * torch.exp2(-24.0 * torch.rand(rows, 1, generator=draw))
+    return Plain(weight.half())
+
+
 CASES: dict[str, Linear] = {
     "bf16": bf16(),
     "bf16, few outputs": bf16(40),
+    "fp16": fp16(),
+    "fp16, few outputs": fp16(40),
     "fp8": fp8(),
     "fp8 cut inside a block": fp8(200, (40, 96)),
     "mxfp4": mxfp4(),
@@ -48,6 +56,7 @@ CASES: dict[str, Linear] = {
     "exl3, 5 bits, mcg": trellis(10, "mcg"),
     "exl3, 6 bits, 3inst": trellis(12, "3inst"),
     "exl3, 2.5 bits, mul1": trellis(5, "mul1"),
+    "exl3, padded": trellis(6, "mcg", N - 64),
     "stacked": Stacked((fp8(128), bf16(64))),
 }
 
@@ -60,8 +69,9 @@ def there(weight: Linear) -> Linear:
             return Fp8(codes.to(DEVICE), scale.to(DEVICE), skipped)
         case Mxfp4(codes, scale):
             return Mxfp4(codes.to(DEVICE), scale.to(DEVICE))
-        case Exl3(m):
-            return Exl3(exl3.Exl3Matrix(m.trellis.to(DEVICE), m.suh.to(DEVICE), m.svh.to(DEVICE), m.codebook))
+        case Exl3(m, outputs):
+            held = exl3.Exl3Matrix(m.trellis.to(DEVICE), m.suh.to(DEVICE), m.svh.to(DEVICE), m.codebook)
+            return Exl3(held, outputs)
         case Stacked(parts):
             return Stacked(tuple(map(there, parts)))
 

@@ -23,10 +23,10 @@ def fp8(skipped=(0, 0)):
     return packed.Fp8(codes, 0.01 + torch.rand(*blocks, generator=random(2)), skipped)
 
 
-def trellis(bits: int = 5):
+def trellis(bits: int = 5, outputs: int = N):
     words = torch.randint(-(1 << 15), 1 << 15, (K // 16, N // 16, 16 * bits), generator=random()).to(torch.int16)
     suh, svh = ((torch.randn(size, generator=random(size)) / 8).half() for size in (K, N))
-    return packed.Exl3(exl3.Exl3Matrix(words, suh, svh, "mcg"))
+    return packed.Exl3(exl3.Exl3Matrix(words, suh, svh, "mcg"), outputs)
 
 
 KINDS = {
@@ -35,7 +35,9 @@ KINDS = {
     "fp8": fp8,
     "fp8 cut inside a block": lambda: fp8((40, 96)),
     "mxfp4": lambda: packed.Mxfp4(bytes_of(N, K // 2), bytes_of(N, K // 32, low=120, high=130)),
+    "fp16": lambda: packed.Plain(torch.randn(N, K, generator=random()).half()),
     "exl3": trellis,
+    "exl3, padded": lambda: trellis(outputs=N - 40),
     "stacked": lambda: packed.stacked(fp8(), packed.Plain(torch.randn(128, K, generator=random()))),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +72,7 @@ def test_tiles_leave_the_numbers_as_they_are(kind, monkeypatch):
     weight, x = KINDS[kind](), inputs(5)
     whole = packed.product(x, weight, FP32)
     monkeypatch.setattr(packed, "_TILE_ELEMENTS", 1)
-    assert len(list(packed._tiles(KINDS["fp8"]()))) == 3
+    assert len(list(packed._tiles(N, K))) == 3
     torch.testing.assert_close(packed.product(x, weight, FP32), whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
 
 
@@ -80,6 +82,14 @@ def test_a_row_has_the_bits_it_has_alone(kind):
     together = packed.product(x, weight, WEIGHTS_ONLY)
     alone = torch.cat([packed.product(row.unsqueeze(0), weight, WEIGHTS_ONLY) for row in x])
     assert torch.equal(together, alone)
+
+
+def test_what_pads_a_trellis_is_no_output():
+    whole, padded, x = trellis(), trellis(outputs=N - 40), inputs(3)
+    for n in (WEIGHTS_ONLY, FP32):
+        assert torch.equal(packed.product(x, padded, n), packed.product(x, whole, n)[:, : N - 40])
+    assert torch.equal(packed.dense(padded), packed.dense(whole)[: N - 40])
+    assert packed.nbytes(padded) == packed.nbytes(whole)
 
 
 def test_the_rotated_input_of_a_trellis_is_rounded_as_it_is_made_for():

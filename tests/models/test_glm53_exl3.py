@@ -8,9 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels import exl3
+from kernels import exl3, packed
+from kernels.numerics import FP32
+from packers.shards import Checkpoint
 from tided.engine.offline import logits
 from tided.errors import DataError, TensorError
+from tided.models.glm53.config import read_config
+from tided.models.glm53.names import Cut, linears
+from tided.models.glm53.weights import Weights, held_bytes
+from tided.models.parallel import Alone
 
 EXL3 = Path(__file__).parents[1] / "golden" / "exl3-checkpoint"
 TOKENS = [(37 * i * i + 11 * i) % 512 for i in range(40)]
@@ -54,6 +60,38 @@ def test_chunks_and_steps_are_one_computation():
 def test_fewer_residents_change_the_answer():
     """Substitution, within a budget of bytes."""
     assert off(logits(EXL3, TOKENS, resident=8, numerics="fp32"), logits(EXL3, TOKENS, numerics="fp32")) > 1e-2
+
+
+def test_trellises_stay_trellises_where_they_are_padded():
+    """As on a GPU: 192 outputs of kv_a are stored as 256. Every layer takes the bytes that were told before."""
+    checkpoint = Checkpoint.open(EXL3)
+    shapes = linears(read_config(checkpoint.config))
+    stored, wide = (Weights(checkpoint, shapes, Alone(), torch.device("cpu"), widened) for widened in (False, True))
+    for name, shape in shapes.items():
+        if f"{name}.trellis" in checkpoint.tensors or f"{name}.weight" in checkpoint.tensors:
+            held = stored.linear(name)
+            assert isinstance(held, packed.Exl3) == (f"{name}.trellis" in checkpoint.tensors)
+            assert packed.nbytes(held) == held_bytes(checkpoint, name, shape, Cut(), widened=False)
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa"
+    kv_a, meant = stored.linear(name), packed.dense(wide.linear(name))
+    x = torch.randn(3, meant.shape[1], generator=torch.Generator().manual_seed(1))
+    assert kv_a.shape == meant.shape == (192, 256)
+    assert torch.equal(packed.dense(kv_a), meant)
+    assert off(packed.product(x, kv_a, FP32), x @ meant.t()) < 1e-5
+
+
+def test_a_matrix_of_heads_is_decoded_once():
+    """For steps on a GPU: whatever it is stored in, bf16."""
+    checkpoint = Checkpoint.open(EXL3)
+    shapes = linears(read_config(checkpoint.config))
+    stored = Weights(checkpoint, shapes, Alone(), torch.device("cpu"), widened=False)
+    name, half = "model.layers.0.self_attn.q_b_proj", slice(128, 256)
+    whole = packed.dense(stored.linear(name))
+    assert torch.equal(stored.whole(name, torch.bfloat16), whole.bfloat16())
+    part = stored.whole(name, torch.bfloat16, rows=half)
+    assert torch.equal(part, whole[half].bfloat16())
+    told = held_bytes(checkpoint, name, shapes[name], Cut(rows=2), widened=False, whole=torch.bfloat16)
+    assert part.nbytes == told
 
 
 def test_one_expert_in_another_format_is_refused(decoded, tmp_path):

@@ -102,6 +102,23 @@ def test_parts(model, golden, taps):
         assert torch.equal(found[f"layer{layer}.index_topk"], golden[f"layer{layer}.index_topk_sorted"].long())
 
 
+def test_a_span_of_one_row_has_no_mask(model, golden, monkeypatch):
+    """Which costs a wait for the device in every layer; of a row that chooses, all of its choice counts."""
+    seen: set[tuple[bool, bool, bool]] = set()
+    real = Attention._attend
+
+    def watch(self, span, query):
+        seen.add((span.count == 1, span.end > model.blocks[0].attention.indexer.top_k, span.selection.valid is None))
+        return real(self, span, query)
+
+    monkeypatch.setattr(Attention, "_attend", watch)
+    lane = model.open_lane(0)
+    for part in golden["tokens"].long()[:202].split([1, 199, 1, 1]):
+        model.prefill(lane, part, "none")
+    model.decode([lane], golden["tokens"].long()[202:203])
+    assert seen == {(True, False, True), (False, True, False), (True, True, True)}
+
+
 def test_what_a_context_keeps(model, golden):
     """The reference holds rotated pairs apart: first halves, then second halves."""
 

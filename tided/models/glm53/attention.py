@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.attention import latent_attention
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
-from kernels.packed import Linear, dense, product
+from kernels.packed import Linear, product
 from kernels.partial_attention import joined, partial_attention
 from kernels.rope import rotate_
 from kernels.rows import by_row
@@ -28,7 +28,9 @@ from tided.models.glm53.weights import Weights
 from tided.models.parallel import Group
 
 LATENT_NORM_EPS = 1e-6  # of the two latents, as the reference has it; serving engines use the configuration's 1e-5
-_ROW_ELEMENTS = 1 << 22  # bounds the [queries, rows, row_dim] gather of a prompt chunk
+# Bound of the [queries, rows, row_dim] gather of a prompt chunk: 16 MiB of fp32, and 256 MiB on a GPU, where each part
+# costs a launch of everything.
+_ROW_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Attention:
     q_b: Linear  # this rank's heads
     kv_a: Linear
     kv_norm: Tensor
-    up: Linear  # [H * (nope + v), c], this rank's heads: of each the key half over the value half
+    up: Tensor  # [H, nope + v, c], this rank's heads: of each the key half over the value half
     o: Linear  # [D, H * v]
     no_sink: Tensor  # [H]: minus infinity
     indexer: Indexer | None
@@ -72,7 +74,7 @@ class Attention:
         q_latent = n.store(rms_norm(n.store(product(x, self.q_a, n)), self.q_norm, LATENT_NORM_EPS))
         query = n.store(product(q_latent, self.q_b, n)).view(len(x), self.heads, -1)
         turned = n.store(rotate_(query[..., self.nope_dim :].contiguous(), step.turn))
-        key_up = self._up()[:, : self.nope_dim]
+        key_up = self.up[:, : self.nope_dim]
         absorbed = n.store(by_row(lambda rows: _by_head(rows, key_up), query[..., : self.nope_dim].contiguous()))
         return q_latent, torch.cat([absorbed, turned], -1)
 
@@ -92,7 +94,7 @@ class Attention:
     def output(self, gathered: Tensor) -> Tensor:
         """gathered [T, H, c] -> [T, D], this rank's part."""
         n = self.numerics
-        value_up = self._up()[:, self.nope_dim :].transpose(1, 2)
+        value_up = self.up[:, self.nope_dim :].transpose(1, 2)
         heads = n.store(by_row(lambda rows: _by_head(rows, value_up), n.store(gathered).contiguous()))
         return product(heads.flatten(1), self.o, n)
 
@@ -108,19 +110,14 @@ class Attention:
         """Of this rank."""
         return len(self.no_sink)
 
-    def _up(self) -> Tensor:
-        """[H, nope + v, c] fp32; a view where it is kept so."""
-        return dense(self.up).view(self.heads, -1, self.latent_dim)
-
     def _attend(self, span: Span, query: Tensor) -> Tensor:
         """query [T, H, c + r] of one lane -> as `over`."""
         chosen, held = span.selection, self.pool.rows[self.layer]
         assert chosen is not None, "the first layer chooses"
         if span.count == 1:
-            places = chosen.places[0] if chosen.valid is None else chosen.places[0][chosen.valid[0]]
-            return self.over(query, self.rows.read(held.index_select(0, places)).unsqueeze(0), None)
+            return self.over(query, self.rows.read(held.index_select(0, chosen.places[0])).unsqueeze(0), None)
         shared = self.rows.read(held[chosen.places[0]]) if len(chosen.places) == 1 else None
-        block = max(1, _ROW_ELEMENTS // (max(1, chosen.places.shape[1]) * query.shape[2]))
+        block = max(1, _ROW_ELEMENTS[query.device.type] // (max(1, chosen.places.shape[1]) * query.shape[2]))
         parts = []
         for i in range(0, span.count, block):
             cut = slice(i, i + block)
@@ -140,8 +137,11 @@ class Attention:
 
 
 def _by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, H, a], weight [H, a, b] -> [T, H, b]"""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    """x [T, H, a] fp32 that weight's dtype holds, weight [H, a, b] -> [T, H, b], sums in fp32."""
+    x = x.transpose(0, 1)
+    if weight.dtype is torch.float32:
+        return torch.bmm(x, weight).transpose(0, 1)
+    return torch.bmm(x.to(weight.dtype), weight, out_dtype=torch.float32).transpose(0, 1)  # of a GPU alone
 
 
 def load_attention(weights: Weights, c: Config, layer: int, contexts: Contexts, numerics: Numerics) -> Attention:
@@ -158,7 +158,7 @@ def load_attention(weights: Weights, c: Config, layer: int, contexts: Contexts, 
         q_b=weights.linear("q_b_proj", rows=_of(heads, c.query_dim)),
         kv_a=weights.linear("kv_a_proj_with_mqa"),
         kv_norm=weights.plain("kv_a_layernorm.weight"),
-        up=weights.linear("kv_b_proj", rows=_of(heads, both)),
+        up=weights.whole("kv_b_proj", numerics.cache, rows=_of(heads, both)).view(-1, both, c.kv_lora_rank),
         o=weights.linear("o_proj", columns=_of(heads, c.v_head_dim)),
         no_sink=torch.full((heads.stop - heads.start,), -torch.inf, device=weights.device),
         indexer=load_indexer(weights.under("indexer"), c, layer, contexts, numerics) if c.selects(layer) else None,

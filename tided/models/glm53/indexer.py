@@ -132,13 +132,15 @@ class Indexer:
         return list(zip(torch.split(score, counts), torch.split(position, counts), strict=True))
 
     def _selection(self, span: Span, counts: Tensor, position: Tensor) -> Selection:
-        """counts, position [T, k] -> those that this rank keeps."""
+        """counts, position [T, k] -> those that this rank keeps. A single row that chooses sees more tokens than it
+        chooses, so all of its choice counts; a mask would cost every layer behind a wait for the device."""
         if self.share.ranks > 1:
             counts = counts & self.share.owns(position)
             most = int(counts.sum(1).max())
             first = counts.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :most]
             counts, position = counts.gather(1, first), position.gather(1, first)
-        return Selection(physical_rows(span.lane, self.share.ranks, self.share.numbers(position)), counts)
+        places = physical_rows(span.lane, self.share.ranks, self.share.numbers(position))
+        return Selection(places, None if span.count == 1 else counts)
 
 
 def _sent(score: Tensor, position: Tensor, width: int) -> Tensor:

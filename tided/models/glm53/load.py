@@ -23,6 +23,7 @@ from tided.models.glm53.config import Config, read_config
 from tided.models.glm53.drafter import CHAIN, STATES, load_drafter
 from tided.models.glm53.model import Glm53
 from tided.models.glm53.names import (
+    ABSORBED,
     PROJECTIONS,
     block,
     cut_of,
@@ -92,8 +93,9 @@ def _held_bytes(checkpoint: Checkpoint, c: Config, settings: Settings, counts: C
     """What `load` keeps of the tensors and linear layers whose names count: what is no linear layer as fp32, but the
     embedding."""
     ranks, wide = settings.parallel.ranks, _is_widened(settings)
+    whole = numerics_of(settings).cache
     held = sum(
-        held_bytes(checkpoint, name, shape, cut_of(name, ranks), wide)
+        held_bytes(checkpoint, name, shape, cut_of(name, ranks), wide, whole if name.endswith(ABSORBED) else None)
         for name, shape in linears(c).items()
         if counts(name)
     )

@@ -12,6 +12,7 @@ PLAIN = ("BF16", "F16", "F32")
 Inventory = dict[str, TensorSpec]
 Linears = dict[str, tuple[int, int]]  # [out, in]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # w1, w3, w2 of a record
+ABSORBED = "kv_b_proj"  # multiplied by its halves, head by head: kept as a matrix
 CUT_BY_ROWS = ("q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "lm_head")  # over the ranks
 CUT_BY_COLUMNS = ("o_proj", "down_proj")  # the others are on every rank
 

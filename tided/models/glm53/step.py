@@ -16,8 +16,8 @@ from tided.cache.share import ALONE, Share
 @dataclass(frozen=True)
 class Selection:
     """Tokens that the queries of a span attend to, as places in the pool: [T, K], or [1, K] the same for all; valid
-    [T, K] or None: all. Every layer keeps a token at the same place. Of tokens that other ranks keep there is nothing
-    here; K may be 0."""
+    [T, K] or None: all, as always of a span of one row. Every layer keeps a token at the same place. Of tokens that
+    other ranks keep there is nothing here; K may be 0."""
 
     places: Tensor
     valid: Tensor | None

@@ -134,6 +134,13 @@ class Weights:
         stored = self._stored(name, rows, columns)
         return packed.Plain(packed.dense(stored).to(self.device)) if self.widened else stored
 
+    def whole(self, name: str, dtype: torch.dtype, rows: slice = ALL) -> Tensor:
+        """`linear` as a matrix, for products that are none of a linear layer: fp32 where weights are widened, else
+        `dtype`. bf16 rounds what some formats hold, as much as the inputs are rounded anyway; fp32 would be twice
+        the bytes of every step."""
+        weight = packed.dense(self.linear(name, rows))
+        return weight if self.widened else weight.to(dtype)
+
     def _stored(self, name: str, rows: slice, columns: slice) -> packed.Linear:
         at = self.prefix + name
         shape = self.shapes[at]
@@ -141,7 +148,9 @@ class Weights:
         parts = {leaf: self.checkpoint.read(f"{at}.{leaf}") for leaf in layout.leaves}
         rows, columns = _within(rows, shape[0]), _within(columns, shape[1])
         if layout.kind == "exl3":
-            return _trellis(parts, layout.codebook, rows, columns, self.device)
+            whole = rows == slice(0, shape[0])
+            held = slice(0, layout.shape[0]) if whole else rows
+            return _trellis(parts, layout.codebook, rows, held, columns, self.device)
         weight, *scales = parts.values()
         if layout.kind == "plain":
             return packed.Plain(weight[rows, columns].to(self.device, copy=True))
@@ -156,19 +165,31 @@ class Weights:
         return part.contiguous().view(torch.uint8).to(self.device, copy=True)
 
 
-def held_bytes(checkpoint: Checkpoint, name: str, shape: tuple[int, int], cut: Cut, widened: bool) -> int:
-    """What `Weights.linear` keeps of the layer `name` [N, K] on the first rank of `cut`."""
+def held_bytes(
+    checkpoint: Checkpoint,
+    name: str,
+    shape: tuple[int, int],
+    cut: Cut,
+    widened: bool,
+    whole: torch.dtype | None = None,
+) -> int:
+    """What `Weights.linear` keeps of the layer `name` [N, K] on the first rank of `cut`; or `Weights.whole`, as the
+    dtype `whole`."""
     layout = layout_of(checkpoint, name, *shape)
     rows, columns = cut.of(*shape)
-    if widened or (layout.kind == "exl3" and (rows % exl3.BLOCK or columns % exl3.BLOCK)):
-        return 4 * rows * columns
+    if widened:
+        return rows * columns * torch.float32.itemsize
+    if whole:
+        return rows * columns * whole.itemsize
     if layout.kind == "plain":
         (leaf,) = layout.leaves
         return rows * columns * DTYPE_BYTES[checkpoint.tensors[f"{name}.{leaf}"].dtype]
     if layout.kind != "exl3":
         return packed.stored_bytes(layout.kind, (rows, columns))
-    words = layout.leaves["trellis"].shape[2]
-    return packed.stored_bytes("exl3", (rows, columns), bits=words / exl3.TILE)
+    held = layout.shape[0] if cut.rows == 1 else rows
+    if held % exl3.BLOCK or columns % exl3.BLOCK:
+        return torch.float32.itemsize * rows * columns
+    return packed.stored_bytes("exl3", (held, columns), bits=layout.leaves["trellis"].shape[2] / exl3.TILE)
 
 
 def _within(part: slice, length: int) -> slice:
@@ -177,19 +198,20 @@ def _within(part: slice, length: int) -> slice:
 
 
 def _trellis(
-    parts: dict[str, Tensor], codebook: exl3.Codebook, rows: slice, columns: slice, device: torch.device
+    parts: dict[str, Tensor], codebook: exl3.Codebook, rows: slice, held: slice, columns: slice, device: torch.device
 ) -> packed.Linear:
-    """The cut of [N, K]: by whole blocks, or decoded where the ranks' borders are no such."""
+    """The cut of [N, K]: by whole blocks, or decoded where the ranks' borders are no such. `held`: `rows`, with the
+    padding behind them where they are all there are."""
     suh, svh = (
         parts[scale].clone() if scale in parts else exl3.signs(parts[sign])
         for scale, sign in (("suh", "su"), ("svh", "sv"))
     )
     matrix = exl3.Exl3Matrix(parts["trellis"], suh, svh, codebook)
-    if any(part.start % exl3.BLOCK or part.stop % exl3.BLOCK for part in (rows, columns)):
+    if any(part.start % exl3.BLOCK or part.stop % exl3.BLOCK for part in (held, columns)):
         return packed.Plain(exl3.dense(matrix)[rows, columns].contiguous().to(device))
-    own = matrix.columns(rows).rows(columns)
+    own = matrix.columns(held).rows(columns)
     trellis, suh, svh = (part.to(device, copy=True).contiguous() for part in (own.trellis, own.suh, own.svh))
-    return packed.Exl3(exl3.Exl3Matrix(trellis, suh, svh, codebook))
+    return packed.Exl3(exl3.Exl3Matrix(trellis, suh, svh, codebook), rows.stop - rows.start)
 
 
 def _blocks(part: slice) -> slice:
