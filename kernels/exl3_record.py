@@ -41,12 +41,13 @@ class Stored(NamedTuple):
 @dataclass(frozen=True)
 class Exl3Record:
     """Sizes in weights: `hidden` D, `intermediate` of the whole expert, cut over `ranks`. `kinds`: codebooks and half
-    bits of all matrices that there are, sorted; empty: not known."""
+    bits of all matrices that there are, sorted; empty: not known. `experts`: of a layer; 0: not known."""
 
     hidden: int
     intermediate: int
     ranks: int
     kinds: tuple[tuple[Codebook, int], ...] = field(default=(), compare=False)
+    experts: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         if self.hidden % BLOCK or self.intermediate % (BLOCK * self.ranks):

@@ -318,9 +318,10 @@ def _finish(
 
 # DOWN x ACROSS tiles at a time; SPLITS parts of K: a decode step has few experts, and many programs are wanted. Loads
 # that are made ahead through shared memory (STAGES above 1) cost more than they hide: registers and many warps do.
-GATE_UP = {"DOWN": 4, "ACROSS": 4, "SPLITS": 4, "STAGES": 1, "num_warps": 4}
-DOWN = {"DOWN": 4, "ACROSS": 4, "SPLITS": 1, "STAGES": 1, "num_warps": 4}
-CHUNK = {"DOWN": 2, "ACROSS": 8, "SPLITS": 1, "STAGES": 1, "num_warps": 8}
+STAGES = 1
+GATE_UP = {"DOWN": 4, "ACROSS": 4, "SPLITS": 4, "STAGES": STAGES, "num_warps": 4}
+DOWN = {"DOWN": 4, "ACROSS": 4, "SPLITS": 1, "STAGES": STAGES, "num_warps": 4}
+CHUNK = {"DOWN": 2, "ACROSS": 8, "SPLITS": 1, "STAGES": STAGES, "num_warps": 8}
 CHUNK_ROWS = 64  # of one expert that a program takes; a chunk's picks are sorted by expert
 
 
@@ -353,7 +354,7 @@ def _run(
     x, weights, flat = x.contiguous(), weights.contiguous(), picks.to(torch.int32).contiguous()
     unit, vectors, each = slots.shape[1], record.offsets[-1], picks.shape[1]
     decode = len(picks) <= ROWS
-    table, items, m = _decode_table(flat) if decode else _chunk_table(flat, len(slots))
+    table, items, m = _decode_table(flat) if decode else _chunk_table(flat, record.experts)
     gate_up, down = (_fitted(GATE_UP if decode else CHUNK, d), _fitted(DOWN if decode else CHUNK, n))
     turned = torch.empty(2, count, d, dtype=torch.float16, device=device)
     parts = torch.empty(gate_up["SPLITS"], count, 2 * n, dtype=torch.float32, device=device)
@@ -398,8 +399,9 @@ def _decode_table(picks: Tensor) -> tuple[Tensor, int, int]:
     return table, size, m
 
 
-def _chunk_table(picks: Tensor, slots: int) -> tuple[Tensor, int, int]:
-    """The same of a chunk: picks sorted by expert, each item CHUNK_ROWS of one at most. The host waits for nothing."""
+def _chunk_table(picks: Tensor, experts: int) -> tuple[Tensor, int, int]:
+    """The same of a chunk: picks sorted by expert, each item CHUNK_ROWS of one at most. The host waits for nothing, so
+    there are as many items as `experts` (0: not known) can need: a last, broken one each. A grid takes 65,535."""
     ordered, order = torch.sort(picks.flatten(), stable=True)
     count, device = len(ordered), picks.device
     place = torch.arange(count, device=device)
@@ -407,7 +409,7 @@ def _chunk_table(picks: Tensor, slots: int) -> tuple[Tensor, int, int]:
     is_first[1:] = ordered[1:] != ordered[:-1]
     rank = place - torch.cummax(torch.where(is_first, place, 0), 0).values
     begins = (rank % CHUNK_ROWS == 0) & (ordered >= 0)
-    items = count // CHUNK_ROWS + min(count, slots)
+    items = count // CHUNK_ROWS + min(count, experts or count)
     number = torch.where(ordered >= 0, torch.cumsum(begins, 0) - 1, items)
     table = torch.full((items + 1,), -1, dtype=torch.int32, device=device)
     table.scatter_(0, number, ordered)

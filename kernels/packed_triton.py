@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.exl3 import Exl3Matrix
 from kernels.exl3_record import CODEBOOKS
-from kernels.exl3_triton import _hadamard, _place, _walk
+from kernels.exl3_triton import STAGES, _hadamard, _place, _walk
 from kernels.packed import Exl3, Fp8, Linear, Mxfp4, Plain, Stacked
 from kernels.rounding_triton import INTERPRETED
 from kernels.rows import ROWS
@@ -187,7 +187,7 @@ def _of_trellis(x: Tensor, matrix: Exl3Matrix) -> Tensor:
     _trellis[(outs // 16 // across, -(-rows // m), splits)](
         matrix.trellis.view(torch.int32), turned, parts, rows, inputs, outs,
         HALF=matrix.half_bits, BOOK=CODEBOOKS.index(matrix.codebook), M=m, DOWN=down, ACROSS=across, SPLITS=splits,
-        STAGES=3, ASM=not INTERPRETED.value,
+        STAGES=STAGES, ASM=not INTERPRETED.value,
     )  # fmt: skip
     _rotate_back[(rows, outs // 128)](parts, matrix.svh, out, rows, outs, SPLITS=splits, num_warps=1)
     return out

@@ -97,6 +97,7 @@ def test_records_take_the_bytes_that_their_widths_give():
     assert (
         whole.tolist() == described(Checkpoint.open(GOLDEN), names, Exl3Record(D, INNER, 1), 2, EXPERTS).whole.tolist()
     )
+    assert record.experts == EXPERTS
     assert record.kinds == (("mul1", 4), ("mul1", 6), ("mul1", 8))
     assert sizes.tolist() == [
         [record.slot_bytes(source(2).stored(layer, e)) for e in range(EXPERTS)] for layer in range(2)

@@ -33,7 +33,10 @@ def problem(case: Case, seed: int, device: str) -> tuple[Tensor, Tensor, Exl3Rec
     """Random trellises: any words are legal. Experts lie one behind the other, each as large as it is."""
     hidden, inner, ranks, rows, top_k, experts = case
     kinds = {kind for one in experts for kind in zip(one.codebooks, one.half_bits, strict=True)}
-    record, draw = Exl3Record(hidden, inner, ranks, tuple(sorted(kinds))), torch.Generator().manual_seed(seed)
+    record, draw = (
+        Exl3Record(hidden, inner, ranks, tuple(sorted(kinds)), len(experts)),
+        torch.Generator().manual_seed(seed),
+    )
     pages = [record.slot_bytes(one) // 4096 for one in experts]
     slots = torch.randint(0, 256, (sum(pages), 4096), dtype=torch.uint8, generator=draw)
     begins = [sum(pages[:number]) for number in range(len(pages))]
@@ -98,12 +101,30 @@ def check_unknown_kinds(case: Case, device: str) -> None:
     assert torch.equal(fast(x, slots, other, picks, weights), fast(x, slots, record, picks, weights))
 
 
+def check_items(device: str) -> None:
+    """A chunk of 8,192 rows in an arena of millions of pages: every pick once, in an item of its own expert, and no
+    more items than a layer's experts can need."""
+    draw = torch.Generator().manual_seed(5)
+    begins = torch.randperm(20_000_000, generator=draw)[:256]
+    picks = begins[torch.randint(0, 256, (8192 * 8,), generator=draw)].to(torch.int32)
+    picks[::100] = -1
+    table, items, m = exl3_triton._chunk_table(picks.to(device), 256)
+    assert items == len(picks) // m + 256, "a bound that a grid does not take"
+    slots, rows = table[:items].cpu(), table[items:].view(items, m).cpu()
+    assert sorted(rows[rows >= 0].tolist()) == torch.nonzero(picks >= 0).flatten().tolist()
+    for slot, row in zip(slots.tolist(), rows, strict=True):
+        assert bool((picks[row[row >= 0].long()] == slot).all())
+    few = exl3_triton._chunk_table(picks[:40].to(device), 0)
+    assert few[1] == 40, "each may be of an expert of its own"
+
+
 def main(device: str) -> None:
     small = device == "cpu"
     for case in SMALL + CHUNKS + ([] if small else LARGE + LARGE_CHUNKS):
         found = error(case, device)
         print(f"{case[:5]}: {found:.2e}", flush=True)
         assert found < 1e-3, "beyond what a few flips of a rounding do"
+    check_items(device)
     check_rows(SMALL[1] if small else LARGE[2], device)
     for case in (SMALL[1], CHUNKS[0]) if small else (LARGE[1], LARGE_CHUNKS[0]):
         check_parts(case, device)

@@ -103,8 +103,8 @@ def _stored(matrices: Sequence[StoredMatrix]) -> Stored:
 
 
 class Described(NamedTuple):
-    """`record` with the kinds of matrices that there are; [layers, experts] bytes of every rank's record, and of what
-    whole experts hold."""
+    """`record` with the kinds of matrices and the number of experts that there are; [layers, experts] bytes of every
+    rank's record, and of what whole experts hold."""
 
     record: Exl3Record
     nbytes: npt.NDArray[np.int64]
@@ -118,4 +118,4 @@ def describe(source: Exl3Source, layers: int, experts: int) -> Described:
     uncut = replace(record, ranks=1)
     sizes, wholes = ({one: size(one) for one in each} for size in (record.slot_bytes, uncut.nbytes))
     found, whole = (np.array([[of[one] for one in row] for row in stored], dtype=np.int64) for of in (sizes, wholes))
-    return Described(replace(record, kinds=tuple(sorted(kinds))), found, whole)
+    return Described(replace(record, kinds=tuple(sorted(kinds)), experts=experts), found, whole)
