@@ -24,6 +24,7 @@ from packers.pack_header import DIGEST_BYTES, PackHeader
 from packers.packs import Pack, Progress, checksum, decode_header, encode_header
 from tided.errors import DataError, PermissionError_, UnavailableError
 
+UNKNOWN = "0" * 2 * DIGEST_BYTES  # the index's checksum while a pack is written: as long, so that it moves nothing
 FLUSH_BYTES = 256 << 20  # of records between two flushes; a kill loses no more than this
 READ_TIMEOUT_S = 120.0  # for one expert: the source's disk is gone
 WRITE_TIMEOUT_S = 120.0
@@ -76,11 +77,11 @@ class PackWriter:
         try:
             self._lock()
             self._index = self._resume()
+            self._direct = _direct(self.temporary)
         except BaseException:
             os.close(self._fd)
             raise
         self.done = self._flushed = len(self._index) // DIGEST_BYTES
-        self._direct = _direct(self.temporary)
         self._pool = ThreadPoolExecutor(PARTS, thread_name_prefix="pack-writer")
 
     def __enter__(self) -> "PackWriter":
@@ -113,7 +114,8 @@ class PackWriter:
         index = bytes(self._index).ljust(self.header.index_bytes, b"\0")
         self._put(index, self.header.header_bytes)
         os.fsync(self._fd)
-        self._put(encode_header(replace(self.header, index=checksum(index).hex()), self.header.MAGIC), 0)
+        whole = encode_header(replace(self.header, index=checksum(index).hex()), self.header.MAGIC)
+        self._put(whole[:PAGE_BYTES], 0)  # at once or not at all; behind this page the header is as it was
         os.fsync(self._fd)
         self.temporary.rename(self.path)
         _sync_directory(self.path.parent)
@@ -139,11 +141,13 @@ class PackWriter:
         return os.path.samestat(os.fstat(self._fd), there)
 
     def _resume(self) -> bytearray:
-        """The checksums of the records that an earlier run left intact; an empty file is started."""
+        """The checksums of the records that an earlier run left intact; an empty file is started. The header is on the
+        device before the file is any longer: a file with records has a whole one."""
         region = os.pread(self._fd, self.header.header_bytes, 0)
         index = self._intact() if self._is_ours(region) else bytearray()
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        self._put(encode_header(self.header, self.header.PARTIAL), 0)
+        self._put(encode_header(replace(self.header, index=UNKNOWN), self.header.PARTIAL), 0)
+        os.fsync(self._fd)
         os.ftruncate(self._fd, self.header.offset(len(index) // DIGEST_BYTES))
         return index
 
@@ -151,7 +155,8 @@ class PackWriter:
         """False where a run ended before its header was whole. Raises DataError for anything else in the way."""
         whole, partial, header_bytes = self.header.MAGIC, self.header.PARTIAL, self.header.header_bytes
         magic = region[: len(whole)]
-        if not any(region) or (magic in (whole, partial) and len(region) < header_bytes):
+        begun = magic in (whole, partial) or not any(region[:PAGE_BYTES])
+        if not any(region) or (begun and os.fstat(self._fd).st_size <= header_bytes):
             return False
         # With the magic of a whole pack only the name was missing.
         found = decode_header(region, self.temporary, partial=magic != whole)
@@ -160,6 +165,12 @@ class PackWriter:
                 "an unfinished pack of another checkpoint or layout is in the way",
                 where=str(self.temporary),
                 hint="delete it, or choose another directory with --out",
+            )
+        if not found.index and header_bytes > PAGE_BYTES:
+            raise DataError(
+                "an unfinished pack of an earlier version is in the way: a kill would damage it while it is finished",
+                where=str(self.temporary),
+                hint="delete it: the pack is made from its beginning",
             )
         return True
 

@@ -16,7 +16,7 @@ Count = Annotated[int, Meta(ge=1, le=MAX_RECORDS)]
 
 class PackHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`model`: the checkpoint's identity (`Checkpoint.identity`). `index`: the checksum of the index region,
-    hexadecimal; empty in a pack that is being written."""
+    hexadecimal; empty: not known; zeros in a file that is being written."""
 
     MAGIC: ClassVar[bytes]  # of a whole pack
     PARTIAL: ClassVar[bytes]  # of one that is being written

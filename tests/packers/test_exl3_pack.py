@@ -217,6 +217,73 @@ def test_killed_at_any_record_then_run_again_gives_the_same_bytes(tmp_path, monk
         assert len(again) <= 15 - max(0, records - 4), "what was flushed is read again"
 
 
+MANY = exl3_header_of("ab" * 32, Exl3Record(128, 128, 1), 0, 7, 100, [Stored((2, 3, 2), ("mul1",) * 3)] * 700)
+NOISE = np.random.default_rng(9).integers(0, 256, MANY.nbytes(0), dtype=np.uint8)
+
+
+def many(layer, expert):
+    return [memoryview(np.roll(NOISE, layer * 100 + expert))]
+
+
+class Tears:
+    """The n-th call that changes a file ends the process; of a write of several pages, `reaches` of them got out."""
+
+    def __init__(self, monkeypatch, n, reaches):
+        self.calls, self.n, self.reaches = 0, n, reaches
+        for name in ("pwrite", "fdatasync", "fsync", "ftruncate"):
+            monkeypatch.setattr(writing.os, name, self.wrapped(name, getattr(os, name)))
+        rename = writing.Path.rename
+        monkeypatch.setattr(writing.Path, "rename", self.wrapped("rename", rename))
+
+    def wrapped(self, name, call):
+        def counted(*arguments):
+            self.calls += 1
+            if self.calls != self.n:
+                return None if "sync" in name else call(*arguments)
+            if name == "pwrite" and len(arguments[1]) > PAGE_BYTES:
+                fd, data, at = arguments
+                reached = slice(0, PAGE_BYTES) if self.reaches == "first" else slice(PAGE_BYTES, None)
+                call(fd, data[reached], at + reached.start)
+            raise Killed
+
+        return counted
+
+
+@pytest.mark.parametrize("reaches", ["first", "all but the first"])
+def test_killed_at_a_call_between_the_pages_of_a_header_then_run_again_gives_the_same_bytes(
+    tmp_path, monkeypatch, reaches
+):
+    assert MANY.header_bytes == 2 * PAGE_BYTES
+    monkeypatch.setattr(writing, "FLUSH_BYTES", 1 << 20)
+    monkeypatch.setattr(writing, "_direct", lambda path: None)  # as many calls whatever the memory's alignment
+    with monkeypatch.context() as patch:
+        run = Tears(patch, 0, reaches)
+        pack(tmp_path / "whole", [MANY], many, quiet)
+    wanted, last = (tmp_path / "whole" / MANY.file_name).read_bytes(), run.calls
+    for n in [*range(1, 8), *range(150, last, 150), *range(last - 8, last + 1)]:
+        out = tmp_path / str(n)
+        with monkeypatch.context() as patch:
+            Tears(patch, n, reaches)
+            with pytest.raises(Killed):
+                pack(out, [MANY], many, quiet)
+        if (out / MANY.file_name).exists():
+            Pack.open(out / MANY.file_name).verify()
+        pack(out, [MANY], many, quiet)
+        assert (out / MANY.file_name).read_bytes() == wanted, f"killed at call {n} of {last}"
+        assert [path.name for path in out.iterdir()] == [MANY.file_name]
+        (out / MANY.file_name).unlink()
+
+
+def test_an_unfinished_pack_that_an_earlier_version_began_is_refused(tmp_path):
+    part = tmp_path / f".{MANY.file_name}.part"
+    part.write_bytes(encode_header(MANY, Exl3Header.PARTIAL).ljust(MANY.offset(0), b"\0"))
+    before = part.read_bytes()
+    with pytest.raises(DataError, match="unfinished pack of an earlier version") as caught:
+        pack(tmp_path, [MANY], many, quiet)
+    assert "delete it" in caught.value.hint
+    assert part.read_bytes() == before
+
+
 def test_an_unfinished_pack_of_other_widths_is_not_overwritten(tmp_path):
     other = exl3_header_of("ab" * 32, RECORD, 1, LAYERS, EXPERTS, STORED[::-1])
 

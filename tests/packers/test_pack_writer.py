@@ -88,8 +88,9 @@ def test_records_are_flushed_before_their_checksums_and_everything_before_the_na
     at = HEADERS[0].offset
     batches = [[at(n), at(n + 1), "flush", PAGE_BYTES + 16 * n] for n in range(0, 14, 2)]
     last = [at(14), "flush", PAGE_BYTES + 16 * 14]
-    assert events == [0, *(event for batch in batches for event in batch), *last, PAGE_BYTES, "flush", 0, "flush",
-                      "name", "flush"]  # fmt: skip
+    written = [event for batch in batches for event in batch]
+    end = [PAGE_BYTES, "flush", 0, "flush", "name", "flush"]
+    assert events == [0, "flush", *written, *last, *end]
 
 
 class CallsThatEnd:
@@ -290,6 +291,18 @@ def test_a_disk_that_fills_up_is_told_and_the_pack_goes_on_later(tmp_path, monke
             make(tmp_path)
     assert "goes on where it stopped" in caught.value.hint
     assert not any((tmp_path / name).exists() for name in NAMES)
+    make(tmp_path)
+    assert contents(tmp_path) == expected
+
+
+def test_a_writer_that_cannot_begin_holds_no_lock(tmp_path, monkeypatch, expected):
+    def refused(path):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "_direct", refused)
+        with pytest.raises(UnavailableError, match="Too many open files"):
+            make(tmp_path)
     make(tmp_path)
     assert contents(tmp_path) == expected
 
