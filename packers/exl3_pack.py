@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from kernels.exl3_record import CODEBOOKS, Exl3Record, Stored, stored_of
+from kernels.exl3_record import CODEBOOKS, Exl3Record, Stored, header_of, stored_of
 from kernels.record import PAGE_BYTES
 from packers.pack_header import PackHeader
 
@@ -43,6 +43,9 @@ class Exl3Header(PackHeader, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def offset(self, number: int) -> int:
         header_bytes, begins = _layout(self)
         return header_bytes + self.index_bytes + begins[number]
+
+    def begin(self, number: int) -> bytes:
+        return header_of(self.stored(number))
 
     def fault(self) -> str:
         try:

@@ -69,6 +69,10 @@ class PackHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Of record `number` from the file's start; of the first that there is not, the file's end."""
         raise NotImplementedError
 
+    def begin(self, number: int) -> bytes:
+        """The first bytes of record `number`, as far as they are known without reading it."""
+        return b""
+
     def fault(self) -> str:
         """What the fields contradict each other in; empty: nothing."""
         raise NotImplementedError

@@ -133,6 +133,20 @@ class Pack:
                 hint=REPACK,
             )
 
+    def check_begin(self, number: int, record: memoryview) -> None:
+        """Raises DataError unless `record` begins as one of its kind: a kernel finds its matrices by these bytes, and a
+        GPU that finds none there computes zeros without a word."""
+        wanted = self.header.begin(number)
+        found = bytes(record[: len(wanted)])
+        if found != wanted:
+            layer, expert = divmod(number, self.header.experts)
+            raise DataError(
+                f"expert {expert} of layer {layer} is damaged: it begins with {found[:8].hex(' ')}, "
+                f"not with {wanted[:8].hex(' ')}",
+                where=f"{self.path}:{self.header.offset(number)}",
+                hint=REPACK,
+            )
+
     def verify(self, progress: Progress = lambda done, total: None) -> None:
         """Reads all of the file. Raises DataError that names the damaged records, the first ten of them."""
         faults, largest = list[DataError](), max(map(self.header.nbytes, range(self.header.records)))

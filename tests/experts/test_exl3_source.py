@@ -282,5 +282,29 @@ def test_packs_give_the_checkpoints_records(tmp_path):
         PackSource(tmp_path, changed(header, rank=0, ranks=1), True)
 
 
+@pytest.mark.parametrize("byte", [0, 1, 2, 3, 4, 5, 6, 127])
+def test_a_record_of_a_pack_that_begins_otherwise_is_refused_at_its_read(tmp_path, byte):
+    """By whoever reads it, checksums or not: a GPU finds no matrix by such a header, and computes zeros."""
+    from tided.engine.packing import pack_checkpoint, pack_header
+    from tided.models.families import family_of
+
+    checkpoint = Checkpoint.open(GOLDEN)
+    path = pack_checkpoint(GOLDEN, 2, None, tmp_path, lambda done, total: None)[1]
+    header = pack_header(checkpoint, family_of(checkpoint.config), 1, 2)
+    damaged = bytearray(path.read_bytes())
+    damaged[header.offset(EXPERTS + 2) + byte] ^= 2
+    path.write_bytes(damaged)
+    packed = PackSource(tmp_path, header, False)
+    for expert in range(EXPERTS):
+        room = torch.zeros(header.nbytes(EXPERTS + expert), dtype=torch.uint8)
+        if expert != 2:
+            packed.read(1, expert, room.numpy().data)
+            continue
+        for _ in range(2):
+            with pytest.raises(DataError, match="expert 2 of layer 1 is damaged: it begins with") as caught:
+                packed.read(1, expert, room.numpy().data)
+        assert f"{path.name}:{header.offset(EXPERTS + 2)}" in caught.value.where
+
+
 def test_who_reads_is_chosen_by_the_record():
     assert isinstance(source_of(Checkpoint.open(GOLDEN), names, Exl3Record(D, INNER, 1), 0), Exl3Source)

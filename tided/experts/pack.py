@@ -15,7 +15,7 @@ from tided.experts.source import ReadStats
 
 
 class PackSource:
-    """The records of a pack. `verify`: each is checked against its checksum as it is read."""
+    """The records of a pack. Each must begin as one of its kind; `verify`: be what its checksum says, too."""
 
     def __init__(self, directory: Path, expected: PackHeader, verify: bool) -> None:
         """Raises DataError for a pack that is missing, damaged, or not `expected`'s."""
@@ -47,6 +47,7 @@ class PackSource:
         read = self._file.read(
             self._pack.header.offset(number), nbytes, out if aligned else self._staging.buffer(nbytes)
         )
+        self._pack.check_begin(number, read)
         if self._verify:
             self._pack.check_record(number, read)
         if not aligned:
