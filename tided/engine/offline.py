@@ -128,8 +128,8 @@ def teacher_forced(model: Model, ids: Tensor, decode: int, chunk: int) -> Tensor
 
 
 def first_pairs(opened: OpenedModel) -> list[Pair]:
-    """The resident set of a first start: by the profile's seed, or the first experts of each layer. No history counts,
-    so that the same profile gives the same logits everywhere."""
+    """The resident set of a first start: by the profile's seed, or the first experts of each layer (of each size, where
+    records differ). No history counts, so that the same profile gives the same logits everywhere."""
     settings, shape, kinds = opened.settings, opened.shape, opened.kinds
     budget, floor = settings.experts.resident, settings.tide.floor_per_layer or shape.top_k
     try:
