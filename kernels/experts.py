@@ -49,11 +49,9 @@ def grouped_experts(
     chosen expert; weights [T, k] fp32 -> [T, D] fp32: this rank's part of the sum over k, added in the order of k.
 
     Raises ValueError for a pick without a slot; on a GPU, where looking would cost a wait, such a pick adds nothing."""
-    if x.is_cuda and numerics is NATIVE and isinstance(record, ExpertRecord):
-        out: Tensor = _form(len(picks), limit).grouped_experts(x, slots, record, picks, weights, limit)
+    if x.is_cuda and has_cuda_form(record, numerics):
+        out: Tensor = _form(record, len(picks), limit).grouped_experts(x, slots, record, picks, weights, limit)
         return out
-    if x.is_cuda and isinstance(record, Exl3Record) and numerics is not FP32:
-        return _exl3_form().grouped_experts(x, slots, record, picks, weights, limit)  # type: ignore[no-any-return]
     if int(picks.min()) < 0:
         raise ValueError("a chosen expert has no slot")
     outputs = x.new_empty(*picks.shape, record.hidden)
@@ -61,17 +59,23 @@ def grouped_experts(
     return sum_of_picks(outputs)
 
 
-def _form(rows: int, limit: float) -> ModuleType:
+def has_cuda_form(record: Record, numerics: Numerics) -> bool:
+    """Whether a GPU computes these experts by kernels; else by the reference, which waits for the picks and expands
+    expert after expert."""
+    if isinstance(record, Exl3Record):
+        return numerics is not FP32
+    return numerics is NATIVE and record.codec == "mxfp4"
+
+
+def _form(record: Record, rows: int, limit: float) -> ModuleType:
     """The file of the CUDA form. They need a compiler that a CPU need not have."""
+    if isinstance(record, Exl3Record):
+        from kernels import exl3_triton
+
+        return exl3_triton
     from kernels import experts_chunk_triton, experts_triton
 
     return experts_triton if rows <= ROWS and limit <= experts_triton.MAX_LIMIT else experts_chunk_triton
-
-
-def _exl3_form() -> ModuleType:
-    from kernels import exl3_triton
-
-    return exl3_triton
 
 
 def pick_outputs(
@@ -87,11 +91,8 @@ def pick_outputs(
     """Writes the weighted output of every pick that has a slot into its place of outputs [T, k, D] and leaves the
     others as they are (picks -1). Experts may so be computed in several calls, as their records arrive: all rows of an
     expert in one call, and the bits are those of one call for all."""
-    if x.is_cuda and numerics is NATIVE and isinstance(record, ExpertRecord):
-        _form(len(picks), limit).pick_outputs(outputs, x, slots, record, picks, weights, limit)
-        return
-    if x.is_cuda and isinstance(record, Exl3Record) and numerics is not FP32:
-        _exl3_form().pick_outputs(outputs, x, slots, record, picks, weights, limit)
+    if x.is_cuda and has_cuda_form(record, numerics):
+        _form(record, len(picks), limit).pick_outputs(outputs, x, slots, record, picks, weights, limit)
         return
     reference_outputs(outputs, x, slots, record, picks, weights, limit, numerics)
 

@@ -8,7 +8,9 @@ import torch
 from msgspec.structs import replace
 from real_pair import GLM, GOLDEN, opened
 
-from tided.engine.build import build_rank, draft_depths, open_model, scheduler_limits
+from kernels.numerics import WEIGHTS_ONLY
+from kernels.record import ExpertRecord
+from tided.engine.build import build_rank, check_device, draft_depths, open_model, scheduler_limits
 from tided.engine.offline import first_pairs, settings_of, teacher_forced
 from tided.engine.packing import pack_checkpoint
 from tided.errors import ConfigError, DataError, PairError
@@ -16,6 +18,8 @@ from tided.experts.io import Priority
 from tided.experts.pack import PackSource
 from tided.models.parallel import Alone
 from tided.settings import Cache, Engine, Experts, Tide
+
+EXL3 = GLM.parent / "exl3-checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +37,20 @@ from tided.settings import Cache, Engine, Experts, Tide
 def test_settings_that_the_model_cannot_be_served_with_are_named(change, match):
     with pytest.raises(ConfigError, match=match):
         open_model(replace(settings_of(GOLDEN), **change))
+
+
+def test_experts_without_kernels_are_refused_on_a_gpu():
+    """bf16 and MXFP4 of a model that takes no FP8 inputs; EXL3 has kernels for it, and MXFP4 for the other model."""
+    on_cuda = Engine(device="cuda")
+    with pytest.raises(ConfigError, match="on CUDA this build serves this model's experts in EXL3, not in BF16"):
+        open_model(replace(settings_of(GLM), engine=on_cuda))
+    for path in (EXL3, GOLDEN):
+        open_model(replace(settings_of(path), engine=on_cuda))
+    exact = settings_of(GLM)
+    open_model(replace(exact, engine=on_cuda, model=replace(exact.model, numerics="fp32")))
+    native = SimpleNamespace(engine=on_cuda, model=exact.model)
+    with pytest.raises(ConfigError, match="not in MXFP4"):
+        check_device(native, ExpertRecord(64, 64, 1, "mxfp4"), WEIGHTS_ONLY)
 
 
 @pytest.mark.parametrize("resident", [30, 80])

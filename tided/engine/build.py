@@ -13,6 +13,9 @@ from typing import Any
 import msgspec
 import torch
 
+from kernels.exl3_record import Exl3Record
+from kernels.experts import has_cuda_form
+from kernels.numerics import FP32, Numerics
 from kernels.record import ExpertRecord
 from packers.joined import experts_of
 from packers.shards import Checkpoint
@@ -43,7 +46,7 @@ from tided.tide.kinds import Kinds, kinds_of
 
 log = logging.getLogger("experts")
 
-CONTEXT_VERSION = 1  # raise it with any change after which the same tokens become another context
+CONTEXT_VERSION = 2  # raise it with any change after which the same tokens become another context
 Progress = Callable[[str, int, int], None]  # (what is loaded, parts done, parts in all)
 
 
@@ -99,6 +102,7 @@ def open_model(settings: Settings) -> OpenedModel:
     if settings.vision.rank >= 0 and not family.vision_bytes(checkpoint.config):
         raise ConfigError(f"vision.rank = {settings.vision.rank}: this model has no vision tower", hint="set it to -1")
     record = family.expert_record(checkpoint, settings.parallel.ranks)
+    check_device(settings, record, family.numerics(settings))
     names = family.expert_names(checkpoint)
     mixed = described(checkpoint, names, record, shape.moe_layers, shape.experts_per_layer)
     spare_slots, ring_slots = settings.experts.spare_slots, settings.tide.hot_ring_slots
@@ -238,6 +242,19 @@ def check_budget(settings: Settings, shape: ModelShape) -> None:
             hint=f"{shape.moe_layers} layers of {shape.experts_per_layer} experts, {shape.top_k} a token: "
             "fewer than that a layer cannot route, more than all there are cannot be kept",
         )
+
+
+def check_device(settings: Settings, record: Record, numerics: Numerics) -> None:
+    """Raises ConfigError for routed experts in a format that the device has no kernels for: a GPU would take them one
+    by one, expanded, a hundred times slower. Without any rounding that is asked for."""
+    if settings.engine.device != "cuda" or numerics is FP32 or has_cuda_form(record, numerics):
+        return
+    stored = "EXL3" if isinstance(record, Exl3Record) else record.codec.upper()
+    raise ConfigError(
+        f"{settings.model.path}: on CUDA this build serves this model's experts in EXL3, not in {stored}",
+        where="engine.device",
+        hint='serve an EXL3 release, or set device = "cpu"',
+    )
 
 
 def check_context(settings: Settings, shape: ModelShape) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kernels.numerics import Numerics
 from packers.joined import Joined, Part
 from packers.overlay import Overlay
 from packers.shards import Checkpoint
@@ -36,6 +37,10 @@ class Family(Protocol):
 
     def check(self, config: dict[str, Any], settings: Settings) -> None:
         """Raises ConfigError for settings that the family cannot serve, whatever the checkpoint holds."""
+        ...
+
+    def numerics(self, settings: Settings) -> Numerics:
+        """Where a forward pass rounds."""
         ...
 
     def expert_record(self, checkpoint: Checkpoint, ranks: int) -> Record:

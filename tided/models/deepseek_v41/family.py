@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
+from kernels.numerics import Numerics, numerics_of
 from kernels.record import ExpertRecord
 from packers.joined import Part
 from packers.overlay import Overlay
@@ -48,6 +49,9 @@ class DeepseekV41Family:
             raise ConfigError(
                 "cache.split = true: every rank of this model keeps all of a context", hint="leave it out"
             )
+
+    def numerics(self, settings: Settings) -> Numerics:
+        return numerics_of(settings.model.numerics)
 
     def expert_record(self, checkpoint: Checkpoint, ranks: int) -> ExpertRecord:
         t = read_config(checkpoint.config).text_config

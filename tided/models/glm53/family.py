@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
+from kernels.numerics import Numerics
 from packers.joined import Part
 from packers.overlay import Overlay
 from packers.shards import Checkpoint
@@ -41,6 +42,9 @@ class Glm53Family:
 
     def check(self, config: dict[str, Any], settings: Settings) -> None:
         load.check_cache(settings)
+
+    def numerics(self, settings: Settings) -> Numerics:
+        return load.numerics_of(settings)
 
     def expert_record(self, checkpoint: Checkpoint, ranks: int) -> Record:
         c = read_config(checkpoint.config)

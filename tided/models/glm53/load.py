@@ -1,5 +1,6 @@
 """From a checkpoint to a rank's model."""
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +9,7 @@ import msgspec
 import torch
 
 from kernels.exl3_record import Exl3Record
+from kernels.experts import has_cuda_form
 from kernels.numerics import FP32, WEIGHTS_ONLY, Numerics
 from kernels.record import Codec, ExpertRecord
 from packers.exl3 import refuse_exports
@@ -41,6 +43,8 @@ from tided.models.own_experts import resident_bank
 from tided.models.paged import Shape
 from tided.models.parallel import Group
 from tided.settings import Settings
+
+log = logging.getLogger("model")
 
 FAMILY = "glm_moe_dsa"
 EMBEDDING = "model.embed_tokens.weight"
@@ -153,6 +157,8 @@ def _with_drafter(model: Glm53, weights: Weights, c: Config, contexts: Contexts,
     mixed = described(weights.checkpoint, names, record, 1, c.n_routed_experts)
     record = record if mixed is None else mixed.record
     source = source_of(weights.checkpoint, names, record, weights.group.rank)
+    if weights.device.type == "cuda" and model.numerics is not FP32 and not has_cuda_form(record, model.numerics):
+        log.warning("the drafter's experts are not EXL3: without kernels for them drafting may cost more than it saves")
     bank = resident_bank(source, record, 1, c.n_routed_experts, weights.device)
     size = int(draft) if draft.isdigit() else CHAIN
     drafter = load_drafter(
