@@ -99,7 +99,7 @@ def test_the_scheduler_gets_every_limit_from_the_profile():
 )
 def test_the_policy_of_drafts_is_the_profiles(draft, mode, fixed):
     settings = replace(settings_of(GOLDEN), engine=Engine(draft=draft))
-    depths = draft_depths(settings, SimpleNamespace(draft_tokens=5))
+    depths = draft_depths(settings, SimpleNamespace(draft_tokens=5, drafts_one_by_one=False))
     assert (depths.mode, depths.fixed, depths.most) == (mode, fixed, 5)
 
 
