@@ -2,13 +2,14 @@
 without torch, before a rank is started. A config.json that is none of a known family is left to the ranks, who name
 what is wrong with it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from tided.errors import ConfigError
+from tided.models.deepseek_v41.limits import Refusal, refusals
 from tided.profile import Problem, render
 from tided.profile.reading import read
 from tided.settings import Settings
@@ -18,7 +19,8 @@ SCALE_GROUP = 32  # weights that share a scale: a rank's share is whole groups
 
 
 class Dimensions(NamedTuple):
-    """`layers` with routed experts; `shared`: what ranks share, by name, and the unit that is never cut."""
+    """`layers` with routed experts; `shared`: what ranks share, by name, and the unit that is never cut; `refused`:
+    what the family itself says to a profile."""
 
     layers: int
     experts: int
@@ -27,6 +29,7 @@ class Dimensions(NamedTuple):
     vocabulary: int
     has_drafter: bool
     shared: dict[str, tuple[int, int]]
+    refused: Callable[[Settings], Iterable[Refusal]]
 
 
 class _DeepseekText(msgspec.Struct, frozen=True):
@@ -43,6 +46,7 @@ class _DeepseekText(msgspec.Struct, frozen=True):
     hidden_size: int
     vocab_size: int
     num_nextn_predict_layers: int = 0
+    dspark_block_size: int = 0
 
 
 class _Deepseek(msgspec.Struct, frozen=True, tag_field="model_type", tag="deepseek_v41"):
@@ -66,6 +70,7 @@ class _Deepseek(msgspec.Struct, frozen=True, tag_field="model_type", tag="deepse
             t.vocab_size,
             t.num_nextn_predict_layers > 0,
             shared,
+            lambda settings: refusals(settings, t.dspark_block_size if t.num_nextn_predict_layers else 0),
         )
 
 
@@ -94,6 +99,7 @@ class _Glm(msgspec.Struct, frozen=True, tag_field="model_type", tag="glm_moe_dsa
             self.vocab_size,
             self.num_nextn_predict_layers > 0,
             {name: (getattr(self, name), 1) for name in names},
+            lambda settings: (),
         )
 
 
@@ -150,6 +156,8 @@ def _faults(settings: Settings, model: Dimensions) -> Iterator[_Fault]:
     if settings.engine.draft != "off" and not model.has_drafter:
         message = f"'engine.draft' is {settings.engine.draft!r}, but the checkpoint has no drafter"
         yield _Fault("engine.draft", message, 'num_nextn_predict_layers of its config.json; "off" needs none')
+    for key, what, hint in model.refused(settings):
+        yield _Fault(key, what, hint)
     if uneven := _uneven(settings.parallel.ranks, model):
         message = f"{settings.parallel.ranks} ranks cannot share this checkpoint: {', '.join(uneven)}"
         yield _Fault("parallel.ranks", message, "a number of ranks that divides each of them")

@@ -64,6 +64,35 @@ def test_what_the_checkpoint_cannot_do_is_refused_by_line(
     assert not (state / "logs").exists()
 
 
+DRAFTING = MODEL | {"num_nextn_predict_layers": 1, "dspark_block_size": 5}
+
+
+@pytest.mark.parametrize(
+    ("section", "line", "message"),
+    [
+        ("cache", 'dtype = "fp8"', "cache.dtype = 'fp8': this model has its own"),
+        ("cache", "split = true", "cache.split = true: every rank of this model keeps all of a context"),
+        ("engine", 'draft = "6"', "engine.draft = '6': this drafter proposes 5 tokens"),
+    ],
+)
+def test_what_the_family_refuses_is_told_by_line(
+    tidectl: Tidectl, profile: Path, tmp_path: Path, section: str, line: str, message: str
+) -> None:
+    """The other family takes it."""
+    config = {"model_type": "deepseek_v41", "text_config": DRAFTING}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    text = profile.read_text()
+    header = f"[{section}]\n"
+    changed = text.replace(header, f"{header}{line}\n") if header in text else f"{text}\n{header}{line}\n"
+    profile.write_text(changed)
+    number = changed[: changed.index(f"\n{line}\n") + 1].count("\n") + 1
+    ran = tidectl("profile", "check", str(profile))
+    assert ran.exit_code == 78
+    assert f"{profile}:{number}:{line.index('=') + 3}: error: {message}" in ran.stderr
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "glm_moe_dsa"} | GLM))
+    assert tidectl("profile", "check", str(profile)).exit_code == 0
+
+
 GLM = MODEL | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "intermediate_size": 96}
 
 

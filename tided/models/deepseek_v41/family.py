@@ -16,6 +16,7 @@ from tided.experts.bank import ExpertBank
 from tided.models.deepseek_v41 import load
 from tided.models.deepseek_v41.config import read_config
 from tided.models.deepseek_v41.dense import dense_bytes
+from tided.models.deepseek_v41.limits import refusals
 from tided.models.deepseek_v41.model import DeepseekV41
 from tided.models.deepseek_v41.names import expected_tensors, part_of, routed_expert_names
 from tided.models.deepseek_v41.overlay import overlaid
@@ -39,16 +40,10 @@ class DeepseekV41Family:
         return part_of
 
     def check(self, config: dict[str, Any], settings: Settings) -> None:
-        """Compressed rows are rounded to the model's own formats, and every rank's heads need all of them."""
-        if settings.cache.dtype != "bf16":
-            raise ConfigError(f"cache.dtype = {settings.cache.dtype!r}: this model has its own", hint='leave it "bf16"')
-        draft = settings.engine.draft
-        if draft.isdigit() and int(draft) > (block := read_config(config).text_config.dspark_block_size):
-            raise ConfigError(f"engine.draft = {draft!r}: this drafter proposes {block} tokens", hint="set fewer")
-        if settings.cache.split:
-            raise ConfigError(
-                "cache.split = true: every rank of this model keeps all of a context", hint="leave it out"
-            )
+        counted = settings.engine.draft.isdigit()
+        block = read_config(config).text_config.dspark_block_size if counted else 0
+        for _, what, hint in refusals(settings, block):
+            raise ConfigError(what, hint=hint)
 
     def numerics(self, settings: Settings) -> Numerics:
         return numerics_of(settings.model.numerics)
