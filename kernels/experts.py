@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels import exl3
 from kernels.exl3_record import Exl3Record
 from kernels.formats import fp4_rows
+from kernels.kept import Kept
 from kernels.numerics import FP32, NATIVE, Numerics
 from kernels.record import ExpertRecord
 from kernels.rows import ROWS, matmul, singly
@@ -21,6 +22,7 @@ Product = Callable[[Tensor, Tensor], Tensor]  # (x [m, K], weight [N, K]) -> [m,
 # An expert's matrices: (rows, how to multiply) -> gate | up [m, 2n] of rows [m, D]; [m, D] of rows [m, n].
 Layer = Callable[[Tensor, Product], Tensor]
 Record = ExpertRecord | Exl3Record
+_DECODED = Kept()
 
 
 def decode(slot: Tensor, record: ExpertRecord) -> tuple[Tensor, Tensor]:
@@ -132,7 +134,8 @@ def _layers(slots: Tensor, slot: int, record: Record, numerics: Numerics) -> tup
 
 
 def _exl3(matrix: exl3.Exl3Matrix, numerics: Numerics) -> Layer:
-    weight = exl3.inner(matrix)
+    trellis, kind = matrix.trellis, (matrix.shape, matrix.codebook)
+    weight = exl3.inner(matrix) if trellis.is_cuda else _DECODED.of(trellis, kind, lambda: exl3.inner(matrix))
     return lambda x, product: exl3.through(x, matrix, weight, numerics.rotated, product)
 
 
