@@ -159,6 +159,32 @@ def test_a_read_that_has_not_ended_here_cannot_be_given_up():
     assert residents.reading == 0
 
 
+def test_a_read_is_told_as_failed_only_when_nothing_of_it_writes_any_more():
+    """Its thread notes the error first, and is done a moment later. Rank 0 may answer at once with `give_up`."""
+    source = FakeSource()
+    residents = filled(source=source)
+    source.fails_at, source.holds = source.reads + 1, threading.Event()
+    number, may_end, told = *begin(residents, SWAPS[:1]), threading.Event(), threading.Event()
+    ticket = residents._reading[number].ticket
+
+    class Late(threading.Event):
+        def set(self):
+            told.set()
+            assert may_end.wait(30)
+            super().set()
+
+    ticket._done = Late()
+    source.holds.set()
+    assert told.wait(30)
+    assert ticket.error is not None
+    assert (residents.failed(), residents.landed()) == ([], [])
+    may_end.set()
+    ticket._done.wait(30)
+    assert residents.failed() == [number]
+    residents.give_up([number])
+    residents.check_integrity()
+
+
 def test_what_goes_wrong_in_a_read_beside_its_record_ends_the_rank():
     source = FakeSource()
     residents = filled(source=source)

@@ -175,10 +175,11 @@ class Residents:
         return done
 
     def failed(self) -> list[int]:
-        """Reads since the last call whose record could not be had. Raises what else went wrong with one: that is no
-        matter of one record, and the set is unusable."""
+        """Reads that ended since the last call, and whose record could not be had. Raises what else went wrong with
+        one: that is no matter of one record, and the set is unusable."""
         self._check_alive()
-        done = [(n, r, r.ticket.error) for n, r in self._reading.items() if not r.failed and r.ticket.error]
+        ended = [(n, r) for n, r in self._reading.items() if r.ticket.done and not r.failed]
+        done = [(n, r, r.ticket.error) for n, r in ended if r.ticket.error]
         for _, reading, error in done:
             if not isinstance(error, DataError):
                 self._failed = True
