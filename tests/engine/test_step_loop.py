@@ -355,7 +355,7 @@ def test_when_nothing_can_be_read_any_more_the_engine_ends(monkeypatch):
     bench.engine.executor.residents.fails = {in_ for _, in_ in SWAPS}
     bench.submit(request("a", max_tokens=100))
     run(bench)
-    assert "experts cannot be read: the last 3 reads failed" in bench.faults[0].what
+    assert "experts cannot be read: the last 3 that were tried failed" in bench.faults[0].what
     assert len(bench.tokens("a")) < 10
     assert bench.engine.residency.generation == 0
 

@@ -7,7 +7,8 @@ between steps. State alone decides: no clock, no tensor.
 
 A record that some rank cannot read is given up on every rank in one step, and nothing of it was ever routable. It is
 asked for again later, each time later than before, and is substituted meanwhile like anything that is not here. When
-nothing at all can be read, or too many records again and again, the disk is at fault, and that ends the pair.
+many different records fail and nothing between them can be read, or too many again and again, the disk is at fault, and
+that ends the pair. A few records that are wanted again and again are no such sign, however often they fail.
 """
 
 import logging
@@ -27,7 +28,7 @@ from tided.tide.planner import Pair, PairSwap
 log = logging.getLogger("experts")
 
 MAX_SWAPS_AT_ONCE = 512
-MOST_FAILED = 64  # reads one after the other, and none between them that landed
+MOST_FAILED = 64  # different records one after the other, and none between them that landed
 TRIES = 3  # that failed, and a record counts as damaged
 MOST_DAMAGED = 64
 LEFT_ALONE_STEPS = 32  # after a record's first failure; eight times as many after each further one
@@ -70,7 +71,8 @@ class _Reading:
 
 @dataclass
 class Moved:
-    """What a change means to the books of rank 0: who became resident, in order, and by which plans."""
+    """What a change means to the books of rank 0: who became resident, in order, and by which plans: one for each of
+    the first swaps, the others are promotions."""
 
     swaps: list[PairSwap] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
@@ -94,7 +96,7 @@ class Motion:
         self._used: dict[Pair, bool] = {}  # entries of the ring: whether a step has wanted them
         self._failures: dict[Pair, int] = {}  # by pair, since it was last read
         self._left_alone: dict[Pair, int] = {}  # until which step
-        self._failed_in_a_row = 0
+        self._failed_in_a_row: set[Pair] = set()  # since anything was read
 
     @property
     def has_ring(self) -> bool:
@@ -173,7 +175,7 @@ class Motion:
                 continue
             change.publish.append(ticket)
             self._failures.pop(load.pair, None)
-            self._failed_in_a_row = 0
+            self._failed_in_a_row.clear()
             if load.out is None:
                 self.hot.published(load.pair)
                 self._used[load.pair] = False
@@ -195,12 +197,13 @@ class Motion:
         self._left_alone[pair] = self._clock + LEFT_ALONE_STEPS * 8 ** (times - 1)
         self.hot.leave_alone(pair)
         self.count.failed += 1
-        self._failed_in_a_row += 1
+        self._failed_in_a_row.add(pair)
         log.warning("expert %d of layer %d stays missing: %d reads of it failed", pair[1], pair[0], times)
         damaged = sum(times >= TRIES for times in self._failures.values())
-        if self._failed_in_a_row >= MOST_FAILED or damaged > MOST_DAMAGED:
+        in_a_row = len(self._failed_in_a_row)
+        if in_a_row >= MOST_FAILED or damaged > MOST_DAMAGED:
             raise PairError(
-                f"experts cannot be read: the last {self._failed_in_a_row} reads failed, {damaged} records each time",
+                f"experts cannot be read: the last {in_a_row} that were tried failed, {damaged} of all each time",
                 hint="the log of the rank that failed names files and offsets; check its disk (dmesg)",
             )
 
