@@ -329,7 +329,7 @@ class FakePilot:
     def request_done(self, counts, mass, totals, tokens, *, lane):
         self.told.append(("request", int(counts.sum())))
 
-    def applied(self, swaps):
+    def applied(self, swaps, settled=True):
         self.published += list(swaps)
 
     def idle_plan(self):

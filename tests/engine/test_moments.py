@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from engine_fakes import EXPERTS, LAYERS, LIMITS, PAIRS, SWAPS, TOP_K, Bench, FakePilot, request
 
 from tided.engine import core, executor
 from tided.engine.moments import Moments
-from tided.engine.motion import Motion
+from tided.engine.motion import Motion, Moved, Plan
 from tided.engine.types import Finished
 from tided.settings import Tide
 from tided.tide.demand import Demand, RouterShape
@@ -173,6 +174,52 @@ def test_a_plan_beside_a_ring_heeds_the_pilots_word_on_what_has_just_gone():
     assert (0, 7) in asked[FakePilot]
     assert (0, 7) not in asked[Steady]
     assert (0, 6) in asked[Steady]
+
+
+class Settling(FakePilot):
+    """Remembers what was published as settled, and what not."""
+
+    def __init__(self, **plans) -> None:
+        super().__init__(**plans)
+        self.applied_as: list[tuple[bool, list]] = []
+
+    def applied(self, swaps, settled=True):
+        self.applied_as.append((settled, list(swaps)))
+
+    def rest_scores(self):
+        return (mass((0, 7)) + 0.001) / EXPERTS
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the next request", "after it began"])
+def test_what_a_rest_exchanges_is_not_settled_whenever_it_lands(late):
+    told, motion = moments(pilot := Settling())
+    told.idle()
+    change, _ = motion.change()
+    assert [load.pair for load in change.load] == [(0, 7)]
+    if late:
+        told.prompt_done(mass(*OF_PROMPT), mass(*OF_PROMPT), TOTALS, 4, 0)
+    motion.landed([load.ticket for load in change.load])
+    told.published(motion.change()[1])
+    assert pilot.applied_as == [(False, [(change.load[0].out, (0, 7))])]
+
+
+def test_each_swap_of_a_step_is_settled_or_not_by_its_own_plan_and_promotions_are():
+    told, _ = moments(pilot := Settling())
+    rest, asked = Plan("idle", 2), Plan("prompt", 1)
+    promoted = ((2, 0), (2, 6))
+    told.published(Moved([*SWAPS, promoted], [rest, rest, asked]))
+    assert pilot.applied_as == [(False, SWAPS[:2]), (True, [SWAPS[2], promoted])]
+    told.published(Moved())
+    assert len(pilot.applied_as) == 2
+
+
+def test_without_a_ring_the_plan_at_rest_is_for_what_was_asked():
+    told, motion = moments(pilot := Settling(idle=SWAPS), ring=0)
+    told.idle()
+    change, _ = motion.change()
+    motion.landed([load.ticket for load in change.load])
+    told.published(motion.change()[1])
+    assert pilot.applied_as == [(True, SWAPS)]
 
 
 def test_i6_the_time_of_a_step_ends_when_its_tokens_have_been_read(monkeypatch):

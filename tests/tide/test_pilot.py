@@ -513,15 +513,16 @@ def test_at_rest_what_hot_reads_have_taken_away_comes_back(tmp_path):
     assert tide.rest_due
     rest = swap_plan(tide.rest_scores(), tide.residents, tide.floor, 512, 0.0)
     tide.rested()
-    tide.applied(rest)
+    tide.applied(rest, settled=False)
     assert coverage(tide, Domain(2)) > drifted
     assert not tide.rest_due, "once a request"
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before the next request", "after it began"])
 @pytest.mark.parametrize("rests", [True, False])
-def test_what_a_rest_took_away_the_next_request_may_have_back_at_once(tmp_path, rests):
+def test_what_a_rest_took_away_the_next_request_may_have_back_at_once(tmp_path, rests, late):
     """Who has just come stays and who has just left is worth less, so that plans for what is asked do not undo each
-    other; a plan for nobody's tokens is to be undone."""
+    other; a plan for nobody's tokens is to be undone, whenever its last swap has landed."""
     tide = pilot(tmp_path, seed_file(tmp_path, [Domain(1), Domain(2)]))
     tide.request_done(*Domain(3).demand(50, tide.residents), 0, lane=0)
     if rests:
@@ -530,15 +531,31 @@ def test_what_a_rest_took_away_the_next_request_may_have_back_at_once(tmp_path, 
     else:
         rest = tide.idle_plan()
     assert len(rest) > 5
-    tide.applied(rest)
     back = grids()
     for at, (out, _) in enumerate(rest):
         back[out] = 100.0 + at
     scores = back / back.sum(axis=1, keepdims=True)
+    landed = len(rest) // 2 if late else len(rest)
+    tide.applied(rest[:landed], settled=not rests)
     tide.prompt_done(np.zeros_like(back), np.zeros_like(back), np.zeros(4), 1, lane=0)
+    tide.applied(rest[landed:], settled=not rests)
     worth = tide.steadied(scores)
     assert all((worth[out] > 0.99 * scores[out]) == rests for out, _ in rest)
     assert all((worth[in_] == 1.0) != rests for _, in_ in rest)
+
+
+def test_a_rest_that_was_not_finished_tells_nothing_about_the_next_request(tmp_path):
+    """Its scores are computed in a piece before the plan, and a request may come between."""
+    tide = pilot(tmp_path, seed_file(tmp_path, [Domain(1), Domain(2)]))
+    tide.request_done(*Domain(1).demand(50, tide.residents), 0, lane=0)
+    before, scores = tide._habit.share, tide.rest_scores()
+    np.testing.assert_array_equal(tide.rest_scores(), scores)
+    tide.request_done(*Domain(1).demand(50, tide.residents), 0, lane=0)
+    assert tide._habit.share == before
+    tide.rest_scores()
+    tide.rested()
+    tide.request_done(*Domain(1).demand(50, tide.residents), 0, lane=0)
+    assert tide._habit.share != before
 
 
 # Start

@@ -6,11 +6,12 @@ would undo each other.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy.typing as npt
 
-from tided.engine.motion import Motion, Moved
+from tided.engine.motion import Motion, Moved, Plan
 from tided.engine.ports import Pilot
 from tided.tide.pilot import LaneDemand
 from tided.tide.planner import PairSwap
@@ -70,8 +71,12 @@ class Moments:
 
     def published(self, moved: Moved) -> None:
         """A change of the routable set is done on every rank."""
-        if moved.swaps:
-            self._pilot.applied(moved.swaps)
+        for settled, swaps in groupby(zip_longest(moved.swaps, moved.plans), lambda one: self._settled(one[1])):
+            self._pilot.applied([swap for swap, _ in swaps], settled)
+
+    def _settled(self, plan: Plan | None) -> bool:
+        """Whether somebody has asked for what a swap of this plan exchanges (None: a promotion)."""
+        return plan is None or plan.reason != "idle" or not self._motion.has_ring
 
     def _plan(self, swaps: Sequence[PairSwap], reason: str) -> None:
         pilot, hot = self._pilot, self._motion.hot

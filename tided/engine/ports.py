@@ -28,6 +28,11 @@ class Residents(Protocol):
     def count(self) -> int: ...
 
     @property
+    def ring(self) -> Sequence[Pair]:
+        """Routable beside the residents, the oldest first."""
+        ...
+
+    @property
     def ring_slots(self) -> int:
         """Pairs that may be routable beside the residents."""
         ...
@@ -160,7 +165,9 @@ class Pilot(Protocol):
 
     def idle_plan(self) -> Sequence[PairSwap]: ...
 
-    def applied(self, swaps: Iterable[PairSwap]) -> None: ...
+    def applied(self, swaps: Iterable[PairSwap], settled: bool = True) -> None:
+        """Published. Not `settled`: of a plan made of `rest_scores`."""
+        ...
 
 
 class LeaderLink(Protocol):

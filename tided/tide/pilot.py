@@ -51,7 +51,7 @@ from tided.tide.planner import (
     first_set,
     swap_plan,
 )
-from tided.tide.rest import REQUESTS, Habit, cases, rest_scores
+from tided.tide.rest import REQUESTS, Cases, Habit, cases, rest_scores
 from tided.tide.seed import Seed, layered_set
 from tided.tide.windows import Due, Windows
 
@@ -148,7 +148,6 @@ class Pilot:
         self._last = Picks()  # of the newest request that ended
         self._recent: deque[Grid] = deque(maxlen=REQUESTS)  # what the last ones wanted, each by itself
         self._habit = Habit()
-        self._rests = False  # a set for nobody's tokens was planned, and no request has come since
         self.kinds = kinds
         self._check(budget)
         self._ties = self._tie_breaks(budget)
@@ -170,9 +169,10 @@ class Pilot:
             raise PairError("the boot set was asked for after plans had changed it")
         return self.residents
 
-    def applied(self, swaps: Iterable[PairSwap]) -> None:
-        """These swaps are published on every rank. Raises PairError for swaps that no plan can hold. What a rest
-        exchanges nobody has asked for, so the next request's plan may undo it at once."""
+    def applied(self, swaps: Iterable[PairSwap], settled: bool = True) -> None:
+        """These swaps are published on every rank. Raises PairError for swaps that no plan can hold. Not `settled`: of
+        a plan made of `rest_scores`. Nobody has asked for what it exchanges, so any plan may undo it at once, whenever
+        it was published."""
         for out, in_ in swaps:
             if out not in self._residents or in_ in self._residents:
                 raise PairError(f"the pilot's resident set does not allow the swap of {out} for {in_}")
@@ -180,7 +180,7 @@ class Pilot:
             self._residents.add(in_)
             self._came.pop(out, None)
             self._left.pop(in_, None)
-            if not self._rests:
+            if settled:
                 self._came[in_] = self._left[out] = self._tokens
         self.plan_version += 1
 
@@ -199,14 +199,21 @@ class Pilot:
         return self._requests_since_plan > 0 and self.sensitivity.adapts
 
     def rested(self) -> None:
-        """A plan was made of `rest_scores`."""
-        self._requests_since_plan, self._rests = 0, True
+        """A plan was made of `rest_scores`: the next request tells whether it asks for more of the same."""
+        self._requests_since_plan = 0
+        if self._recent:
+            self._habit.await_next(self._likely(), len(self._residents), self.floor)
 
     def rest_scores(self) -> Grid:
-        """[layers, experts]: what a set is made from that waits for a request of nobody knows which topic."""
+        """[layers, experts]: what a set is made from that waits for a request of nobody knows which topic. Writes
+        nothing."""
+        return rest_scores(self._likely(), len(self._residents), self.floor)
+
+    def _likely(self) -> Cases:
+        """What the next request may ask for."""
         seed, settings, (layers, experts, _) = self.seed, self.settings, self.shape
         topics = [seed.topics[name] for name in sorted(seed.topics)] or [seed.prior] if seed else []
-        likely = cases(
+        return cases(
             topics or [np.full((layers, experts), 1.0 / experts)],
             settings.prior_votes,
             list(self._recent),
@@ -214,9 +221,6 @@ class Pilot:
             self.sensitivity.decay,
             self._habit.share,
         )
-        if self._recent:
-            self._habit.await_next(likely, len(self._residents), self.floor)
-        return rest_scores(likely, len(self._residents), self.floor)
 
     def chunk_done(
         self, tokens: int, chunks_left: int, demand: Callable[[int], LaneDemand], *, lane: int
@@ -224,7 +228,7 @@ class Pilot:
         """`tokens` of a prompt are computed, `chunks_left` more chunks follow. Plans once the prompt is known well
         enough, and again each time that twice as much of it is known, if it misses enough by itself; what is read
         beside the last chunk serves the answer. `demand` gives what the lane asked for so far, and takes nothing."""
-        first, self._rests = self.settings.replan_chunk_tokens, False
+        first = self.settings.replan_chunk_tokens
         request = self._requests.setdefault(lane, _Request(next_chunk_tokens=first))
         self._tokens += tokens - request.prompt_tokens
         request.prompt_tokens = tokens
@@ -241,7 +245,6 @@ class Pilot:
     ) -> list[PairSwap]:
         """A prompt's `tokens` newly computed tokens are through. Plans for it if it missed enough by itself."""
         picks, request = self.prefill.add(totals), self._requests.setdefault(lane, _Request())
-        self._rests = False
         self._tokens += tokens - request.prompt_tokens
         request.prompt, request.prompt_tokens, request.is_answering = self._vote(counts, mass), tokens, True
         self._windows.ended(lane)
