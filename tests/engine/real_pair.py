@@ -141,6 +141,7 @@ class Living:
             assert rank.executor.caching.background.flush(60)
             at_rest(rank, tampered)
         self.engine.scheduler.check()
+        self.engine.motion.hot.check(self.ranks[0].residents.pairs, self.ranks[0].residents.ring)
 
     def end(self, request_id: str) -> Finished | Failed | None:
         ends = [e for e in self.events if isinstance(e, Finished | Failed) and e.request_id == request_id]

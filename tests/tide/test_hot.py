@@ -1,10 +1,13 @@
 """Hot reads as a function: what is read, what it overwrites, and what never happens."""
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tided.errors import PairError
 from tided.tide.demand import RouterShape
 from tided.tide.hot import HotReads
 from tided.tide.kin import REQUESTS
@@ -169,9 +172,11 @@ class Book:
         self.loading += moves.load
 
     def begin(self, swaps):
+        """As `Motion` does: what would leave a layer too few, were other swaps given up, is left out."""
         for swap in swaps:
-            self.policy.swap_begun(*swap)
-            self.swaps.append(swap)
+            with suppress(ValueError):
+                self.policy.swap_begun(*swap)
+                self.swaps.append(swap)
 
     def end(self, rng):
         """Some of what is being read lands, or fails."""
@@ -194,6 +199,7 @@ class Book:
         assert self.policy.residents == sorted(self.residents)
         assert self.policy.ring == sorted(self.ring)
         assert self.policy.loading == sorted(self.loading)
+        self.policy.check(self.residents, self.ring)
         assert len(self.residents) == count
         assert len(self.ring) + len(self.loading) <= self.policy.ring_slots
         for layer in range(SHAPE.layers):
@@ -209,14 +215,47 @@ def test_any_traffic_keeps_ring_floor_and_count_beside_plans(seed, ring_slots, r
         if step % 30 == 0:  # another topic
             popular = rng.dirichlet(np.full(PAIRS, 0.3))
         pairs = rng.choice(PAIRS, 6, p=popular)
-        policy.observe(pairs, np.full(6, 0.5), 1)
+        policy.observe(pairs, np.full(6, 0.5), 8)
         moves = policy.moves(reads)
         assert len(moves.load) <= reads
         book.apply(moves)
         if rng.random() < 0.2:
-            book.begin(policy.plan(2))
+            book.begin(policy.plan(2) or policy.rest_plan(2, rng.dirichlet(np.full(SHAPE.experts, 0.1), SHAPE.layers)))
         book.end(rng)
         book.check(18)
+
+
+DAMAGES = {
+    "a resident that the rank lacks": (lambda policy: policy._promote(0, 9), "for residents"),
+    "an entry that the rank lacks": (lambda policy: policy._ring.add(11), "for entries of the ring"),
+    "what is read twice": (lambda policy: policy._arriving.add(10), "in two books"),
+    "a swap that nobody counts": (lambda policy: (policy._leaving.add(1), policy._arriving.add(12)), "that stay"),
+    "one too many that stays": (lambda policy: policy._sure.__setitem__(0, 7), "that stay"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_check_can_fail(damage):
+    policy = hot()
+    see(policy, (0, 9), (0, 10))
+    assert policy.moves(2).load == [(0, 9), (0, 10)]
+    policy.published((0, 9))
+    policy.check(policy.residents, policy.ring)
+    residents, ring = policy.residents, policy.ring
+    spoil, message = DAMAGES[damage]
+    spoil(policy)
+    with pytest.raises(PairError, match=message):
+        policy.check(residents, ring)
+
+
+def test_a_swap_that_was_given_up_leaves_its_layer_as_many_that_stay():
+    policy = hot(floor=5)
+    for _ in range(3):
+        policy.swap_begun((0, 0), (1, 12))
+        with pytest.raises(ValueError, match="out of date"):  # the floor of the layer
+            policy.swap_begun((0, 1), (1, 13))
+        policy.swap_dropped((0, 0), (1, 12))
+        policy.check(policy.residents, policy.ring)
 
 
 def test_weights_that_no_router_gives_are_refused():

@@ -262,6 +262,8 @@ class LeaderEngine(Engine):
         for check in self.executor.checks():
             check()
             yield
+        self.motion.hot.check(self.executor.residents.pairs, self.executor.residents.ring)
+        yield
         yield from self.ledger.rest()
 
     def _receive(self, command: Submission | Cancellation | Stop) -> None:

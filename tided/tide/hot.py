@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tided.errors import PairError
 from tided.tide.demand import Grid, RouterShape
 from tided.tide.heat import Heat, Indices, Weights
 from tided.tide.kin import Kin
@@ -74,8 +75,7 @@ class HotReads:
         self._kind: Indices = np.zeros(shape.layers * shape.experts, np.int64) if kinds is None else kinds.of.ravel()
         self._places = (ring_slots,) if kinds is None else kinds.ring
         self.heat, self.kin = Heat(shape, base), Kin(shape, base)
-        self._resident: npt.NDArray[np.bool_] = np.zeros(shape.layers * shape.experts, dtype=bool)
-        self._resident[[self._index(pair) for pair in residents]] = True
+        self._resident = self._flags(map(self._index, residents))
         # Residents of a layer that stay whatever becomes of the swaps that are being read.
         self._sure: Indices = self._resident.reshape(shape.layers, shape.experts).sum(axis=1)
         self._ring: set[int] = set()  # routable entries
@@ -125,6 +125,25 @@ class HotReads:
         self._like.pop(lane, None)
         if mass.any():
             self.kin.remember(mass)
+
+    def check(self, residents: Iterable[Pair], ring: Iterable[Pair]) -> None:
+        """Between two steps. Raises PairError unless these are the rank's, and what leaves and comes agrees with them:
+        what an idle moment can afford to verify."""
+        if not np.array_equal(self._resident, self._flags(map(self._index, residents))):
+            raise PairError("hot reads take other experts for residents than the rank has")
+        if self._ring != set(map(self._index, ring)):
+            raise PairError("hot reads take other experts for entries of the ring than the rank has")
+        coming = [self._ring, self._loading, self._arriving]
+        absent = not self._resident[sorted(set().union(*coming))].any()
+        if (
+            not absent
+            or len(set().union(*coming)) != sum(map(len, coming))
+            or len(self._leaving) != len(self._arriving)
+        ):
+            raise PairError("an expert is in two books of hot reads")
+        sure = (self._resident & ~self._flags(self._leaving)).reshape(self.shape.layers, -1).sum(axis=1)
+        if not self._resident[sorted(self._leaving)].all() or not np.array_equal(sure, self._sure):
+            raise PairError("hot reads count other residents of a layer that stay than there are")
 
     def kind_of(self, pair: Pair) -> int:
         return int(self._kind[self._index(pair)])
@@ -265,6 +284,11 @@ class HotReads:
         present[list(self._leaving)] = False
         present[self._used] = False
         return _first(np.where(present, self.heat.expected, np.inf), count)
+
+    def _flags(self, indices: Iterable[int]) -> npt.NDArray[np.bool_]:
+        flags = np.zeros(self.shape.layers * self.shape.experts, dtype=bool)
+        flags[list(indices)] = True
+        return flags
 
     def _index(self, pair: Pair) -> int:
         return pair[0] * self.shape.experts + pair[1]
