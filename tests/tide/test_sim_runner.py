@@ -126,6 +126,34 @@ def test_a_move_that_no_engine_could_make_is_refused(trace, moves, words):
         world.move(2, faults.none)
 
 
+def test_a_request_ends_behind_its_last_token_and_before_what_follows_is_read(trace):
+    """As the ledger tells it: no plan is due behind a token that ends its answer, and the next change knows the end."""
+    told, one = [], trace.requests[0]
+
+    class Told(Static):
+        def observe(self, picks, weights, chunks_left):
+            told.append("prompt" if chunks_left is not None else "token")
+
+        def token_done(self):
+            told.append("goes on")
+
+        def request_done(self):
+            told.append("ends")
+
+        def moves(self, reads):
+            told.append("moves")
+            return Moves()
+
+    run(trace, Told(), [(layer, e) for layer in range(2) for e in range(10, 30)], 42, FAST, 0)
+    answer = ["token", "goes on", "moves"] * (one.answer - 1) + ["token", "ends", "moves"]
+    assert told[: 2 + len(answer)] == ["prompt", "moves", *answer]
+    assert told.count("ends") == len(trace.requests)
+
+
+def test_hot_reads_keep_the_floor_that_is_set(trace):
+    assert Engine(trace, slots_of(trace), settings=Tide(floor_per_layer=20)).motion.hot.floor == 20
+
+
 def test_more_loads_than_slots_are_refused(trace):
     ranks = Ranks(Machine(), 768, np.random.default_rng(0))
     residents = [(layer, e) for layer in range(2) for e in range(10, 30)]

@@ -48,7 +48,8 @@ class _Tap:
 
 class Engine:
     """`slots` hold everything that is routable or being read, so that nobody has more memory. The disks decide what is
-    read when: `moves` is not told what a step is worth."""
+    read when: `moves` is not told what a step is worth. To `Motion` the machine is one rank: that a read has landed on
+    all of them is told by who simulates their disks, in the same moment, where a real rank tells it a step later."""
 
     paces_itself = True
 
@@ -60,7 +61,7 @@ class Engine:
         seed = Seed(trace.base, "simulated", ("all",))
         pilot = Pilot(history, seed, self._settings, self.shape, slots - ring - spare)
         self.residents = pilot.residents
-        hot = HotReads(self.shape, self.residents, ring, self.shape.top_k, pilot.scores())
+        hot = HotReads(self.shape, self.residents, ring, pilot.floor, pilot.scores())
         self.motion = Motion(hot, ranks=1, spare=spare, look_rows=self._settings.look_rows)
         self._moments = Moments(self.motion, pilot)
         self._tap, self._wanted, self._rows = self._new_tap(), self._grid(), 0
@@ -78,12 +79,15 @@ class Engine:
             self.motion.observe(self._wanted, np.full(self.shape.layers, self._rows, dtype=np.float32))
             self._wanted, self._rows = self._grid(), 0
         if chunks_left is None:
-            self._moments.step_done({LANE: (self._tap.tokens, self._tap.totals)}, self._demand)
-        elif chunks_left:
+            return
+        if chunks_left:
             self._moments.chunk_done(self._tap.tokens, chunks_left, self._demand, LANE)
         else:
             tap, self._tap = self._tap, self._new_tap()
             self._moments.prompt_done(tap.counts, tap.mass, tap.totals, tap.tokens, LANE)
+
+    def token_done(self) -> None:
+        self._moments.step_done({LANE: (self._tap.tokens, self._tap.totals)}, self._demand)
 
     def request_done(self) -> None:
         tap, self._tap = self._tap, self._new_tap()

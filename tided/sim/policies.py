@@ -19,10 +19,11 @@ Picks = npt.NDArray[np.int64]  # [rows, picks of a row] as layer * experts + exp
 
 
 class Policy(Protocol):
-    """`observe` every step, in order; then `moves`. `published` and `failed` tell what became of each load; with a load
-    that was a swap's, `published` answers what leaves in the same moment. `chunks_left`: how many of the prompt are
-    to come; None in an answer. `rest`: nobody asks for a while. `paces_itself`: the queues of the disks are its limit,
-    and not what a step's disk time is worth."""
+    """`observe` every step, in order; `token_done` behind a token whose answer goes on, `request_done` behind a
+    request's last step; then `moves`. `published` and `failed` tell what became of each load; with a load that was a
+    swap's, `published` answers what leaves in the same moment. `chunks_left`: how many of the prompt are to come; None
+    in an answer. `rest`: nobody asks for a while. `paces_itself`: the queues of the disks are its limit, and not what a
+    step's disk time is worth."""
 
     paces_itself: bool
 
@@ -30,6 +31,7 @@ class Policy(Protocol):
     def moves(self, reads: int) -> Moves: ...
     def published(self, pair: Pair) -> Pair | None: ...
     def failed(self, pair: Pair) -> None: ...
+    def token_done(self) -> None: ...
     def request_done(self) -> None: ...
     def rest(self) -> None: ...
 
@@ -49,6 +51,7 @@ class Static:
     def failed(self, pair: Pair) -> None:
         raise AssertionError("nothing was loaded")
 
+    def token_done(self) -> None: ...
     def request_done(self) -> None: ...
     def rest(self) -> None: ...
 
@@ -116,6 +119,7 @@ class Demanded:
     def failed(self, pair: Pair) -> None:
         self._loading.remove(pair[0] * self.shape.experts + pair[1])
 
+    def token_done(self) -> None: ...
     def request_done(self) -> None: ...
     def rest(self) -> None: ...
 

@@ -130,7 +130,8 @@ def run(
     now_s = credit = 0.0
     missed: list[npt.NDArray[np.float64]] = []
     for span in trace.requests:
-        for first, rows, chunks_left in _steps(span):
+        steps = _steps(span)
+        for left, (first, rows, chunks_left) in zip(reversed(range(len(steps))), steps, strict=True):
             is_prompt = chunks_left is not None
             picks, weights = trace.flat(first, rows), trace.weight(first, rows)
             if not is_prompt:
@@ -139,6 +140,10 @@ def run(
             now_s += step_s
             world.land(now_s)
             policy.observe(picks, weights, chunks_left)
+            if not left:
+                policy.request_done()
+            elif not is_prompt:
+                policy.token_done()
             worth = ranks.reads_in(step_s)
             credit = min(credit + worth, max(worth, 1.0))
             reads = max(0, min(int(credit), int(max(worth, 1.0)) - len(world.loading)))
@@ -147,7 +152,6 @@ def run(
             if check:
                 world.check()
             credit -= world.reads - before
-        policy.request_done()
         if rest_s:
             now_s = _rest(world, now_s, rest_s, faults)
     return Outcome(np.concatenate(missed), ranks.bytes_read, world.reads, world.failed, _switches(trace))
