@@ -52,6 +52,7 @@ def main() -> None:
     print(f"{shape.layers} x {shape.experts} experts, {given.resident} resident; median and worst, ms")
     show("books of experts", given.rounds, residents.check_integrity)
     show("books of demand", given.rounds, lambda: tap.check([]))
+    show("books of hot reads", given.rounds, lambda: hot.check(residents.pairs, residents.ring))
     motion, plan = Motion(hot, 1, SPARE), ([], [])  # type: tuple[list[float], list[float]]
     for _ in range(given.rounds):
         pilot._requests_since_plan = 1
