@@ -28,9 +28,9 @@ from tided.models.glm53.weights import Weights
 from tided.models.parallel import Group
 
 LATENT_NORM_EPS = 1e-6  # of the two latents, as the reference has it; serving engines use the configuration's 1e-5
-# Bound of the [queries, rows, row_dim] gather of a prompt chunk: 16 MiB of fp32, and 256 MiB on a GPU, where each part
-# costs a launch of everything.
-_ROW_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
+# Bound of the [queries, rows, row_dim] gather of a prompt chunk: 16 MiB of fp32, and on a GPU, where each part costs a
+# launch of everything, 128 MiB: with what unpacking takes no more than the experts' outputs of a chunk.
+_ROW_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
 
 
 @dataclass(frozen=True)
