@@ -25,7 +25,7 @@ class Kept:
 
     def of(self, source: Tensor, kind: object, decode: Callable[[], Tensor]) -> Tensor:
         """decode(), or what it gave for the same bytes of `source` (contiguous, on the CPU) and the same `kind`."""
-        key = (xxhash.xxh3_128_digest(memoryview(source.numpy())), kind)
+        key = (xxhash.xxh3_128_digest(source.numpy().data), kind)
         with self._lock:
             if (found := self._found.get(key)) is not None:
                 self._found.move_to_end(key)

@@ -51,7 +51,7 @@ class Local:
 
     def __init__(self, path: Path) -> None:
         self._checkpoint = Checkpoint.open(path)
-        self.label = self._checkpoint.identity()
+        self.label = f"{path} ({self._checkpoint.identity()[:16]})"
 
     def names(self) -> Iterator[str]:
         return iter(self._checkpoint.tensors)
@@ -107,11 +107,13 @@ class Work:
 
 
 def layers_of(source: Source) -> list[int]:
-    """Raises DataError for a checkpoint of a family that this does not know."""
-    found = sorted({int(match[1]) for name in source.names() if (match := LAYER.fullmatch(name))})
+    """Those of the trunk. Raises DataError for a checkpoint of a family that this does not know."""
+    names = set(source.names())
+    found = sorted({int(match[1]) for name in names if (match := LAYER.fullmatch(name))})
     if not found:
-        raise DataError("holds no model.layers.N.self_attn.o_proj.weight", where=source.label)
-    return found
+        hint = "only checkpoints of GLM-5.3's layout can be compared, with unquantised attention"
+        raise DataError("holds no model.layers.N.self_attn.o_proj.weight", where=source.label, hint=hint)
+    return [layer for layer in found if f"model.layers.{layer}.eh_proj.weight" not in names]  # a drafter's has one
 
 
 def fit_layer(work: Work, layer: int) -> Found | None:
@@ -163,6 +165,7 @@ def _compared(work: Work, name: str) -> RankOne | None:
             f"the edit is not that of one direction: it explains {found.explained:.1%} of the difference, "
             f"rounding {found.rounding:.1%}",
             where=name,
+            hint="only edits that take one direction out of each layer can be served over the stock weights",
         )
     return found
 

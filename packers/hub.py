@@ -157,12 +157,13 @@ class _Index(msgspec.Struct):
 
 def _about(model: str, revision: str | None) -> Any:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         return HfApi().model_info(model, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         what, hint = REFUSED[404]
         raise DataError(what, where=model, hint=f"{hint}; a private one wants HF_TOKEN") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise UnavailableError(f"the hub does not answer: {error}", where=model, hint="try again later") from error
+    except (HTTPError, OSError) as error:
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise UnavailableError(f"the hub does not answer: {said}", where=model, hint="try again later") from error

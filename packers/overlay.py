@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packers.headers import TensorInfo, read_shard
@@ -26,8 +26,14 @@ class Overlay:
     def open(cls, path: str | Path) -> "Overlay":
         """Reads the header and hashes the file, about a second a gigabyte. Raises DataError or TensorError for a file
         that is not exactly what its header says. Which tensors it may hold is for the model's family to say."""
-        shard = read_shard(Path(path).resolve())
-        return cls(shard.path, _sha256(shard.path), {tensor.name: tensor for tensor in shard.tensors})
+        found = read_overlay(path)
+        return replace(found, sha256=_sha256(found.path))
+
+
+def read_overlay(path: str | Path) -> Overlay:
+    """The same by its header alone, without its name: to judge what it holds."""
+    shard = read_shard(Path(path).resolve())
+    return Overlay(shard.path, "", {tensor.name: tensor for tensor in shard.tensors})
 
 
 def identity_under(identity: str, overlay: str) -> str:

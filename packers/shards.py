@@ -67,7 +67,11 @@ class Checkpoint:
         """Reads config, index and every shard's header. Raises DataError or TensorError, naming file and offset."""
         root = Path(path).resolve()
         if not root.is_dir():
-            raise DataError("there is no such directory", where=str(path), hint="check `path` and `dense` in [model]")
+            raise DataError(
+                "there is no such directory",
+                where=str(path),
+                hint="name a directory with config.json and *.safetensors",
+            )
         config = _json(_inside(root, CONFIG), dict[str, Any])
         if not (root / INDEX).exists():
             return cls(root, config, (read_shard(_inside(root, SINGLE)),))

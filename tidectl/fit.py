@@ -31,14 +31,14 @@ class Kept(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def run(base: str, edited: str, out: Path, layers: str, as_json: bool) -> None:
-    out = out.absolute()
+    out, wanted = out.absolute(), _range(layers)
     if not out.parent.is_dir():
         raise UsageError(f"{out.parent} is no directory", hint="make it first, or name another --out")
     with waiting() as show:
         show([Item("opening", base)])
         old, new = _open(base), _open(edited)
         with _working(out.with_name(f".{out.name}.work")) as folder:
-            found = _fit(old, new, folder, _chosen(layers, layers_of(old)), show)
+            found = _fit(old, new, folder, _chosen(wanted, layers_of(old)), show)
             if not found:
                 raise DataError("the two checkpoints do not differ where an ablation would", where=edited)
             write(out, [(edit.layer, np.array(edit.direction), edit.alphas) for edit in found])
@@ -76,17 +76,28 @@ def _working(folder: Path) -> Iterator[Path]:
 
 
 def _open(name: str) -> Source:
-    return Local(Path(name)) if Path(name).is_dir() else Hub(Repository.open(name))
+    if Path(name).is_dir():
+        return Local(Path(name))
+    try:
+        return Hub(Repository.open(name))
+    except (DataError, UnavailableError) as error:
+        hint = f"there is no directory {name} either; {error.hint}".removesuffix("; ")
+        raise type(error)(error.what, where=error.where, hint=hint) from error
 
 
-def _chosen(text: str, layers: list[int]) -> list[int]:
-    if not text:
-        return layers
+def _range(text: str) -> range | None:
+    """None: all. Raises UsageError."""
     match = RANGE.fullmatch(text)
-    if not match:
+    if text and not match:
         raise UsageError(f"--layers {text}: neither a layer nor A-B")
-    first, last = int(match[1]), int(match[2] or match[1])
-    return [layer for layer in layers if first <= layer <= last]
+    return range(int(match[1]), int(match[2] or match[1]) + 1) if match else None
+
+
+def _chosen(wanted: range | None, layers: list[int]) -> list[int]:
+    found = [layer for layer in layers if wanted is None or layer in wanted]
+    if not found:
+        raise UsageError(f"--layers: the checkpoint has layers {layers[0]} to {layers[-1]}")
+    return found
 
 
 def _kept(folder: Path, base: str, edited: str) -> Kept:

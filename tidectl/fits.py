@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from tided.errors import ConfigError
+from packers.ablation import layers_of
+from packers.overlay import read_overlay
+from tided.errors import ConfigError, TideError
 from tided.models.deepseek_v41.limits import Refusal, refusals
 from tided.profile import Problem, render
 from tided.profile.reading import read
@@ -99,8 +101,18 @@ class _Glm(msgspec.Struct, frozen=True, tag_field="model_type", tag="glm_moe_dsa
             self.vocab_size,
             self.num_nextn_predict_layers > 0,
             {name: (getattr(self, name), 1) for name in names},
-            lambda settings: (),
+            self._refusals,
         )
+
+    def _refusals(self, settings: Settings) -> Iterator[Refusal]:
+        if settings.model.overlay:
+            what = "'model.overlay': this model takes no file of edited weights"
+            yield Refusal("model.overlay", what, "a file of directions goes to model.ablation")
+        try:
+            if settings.model.ablation:
+                layers_of(read_overlay(settings.model.ablation), self.num_hidden_layers, self.hidden_size)
+        except TideError as error:
+            yield Refusal("model.ablation", f"'model.ablation': {error.what}", "`tidectl fit` makes such files")
 
 
 class _Fault(NamedTuple):

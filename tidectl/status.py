@@ -85,9 +85,11 @@ def _known(now: Snapshot, time_s: float) -> list[tuple[str, str]]:
 
 def health_rows(health: dict[str, Any]) -> list[tuple[str, str]]:
     lanes = health.get("lanes")
-    speed = health.get("decode_tok_s")
+    speed, overlay = health.get("decode_tok_s"), health.get("overlay")
+    edit = overlay if isinstance(overlay, dict) else {}
     return [
         ("model", str(health.get("model") or "")),
+        ("edited", str(edit.get("changes") or "")),
         ("residents", residents_line(health)),
         ("lanes", lanes_line(lanes, health.get("queue")) if isinstance(lanes, dict) else ""),
         ("speed", f"{speed:.1f} tok/s" if isinstance(speed, int | float) else ""),

@@ -19,7 +19,7 @@ from packers.hub import Repository
 from packers.rank_one import rank_one
 from packers.shards import Checkpoint
 from tidectl import fit as command
-from tided.errors import DataError, UnavailableError
+from tided.errors import DataError, UnavailableError, UsageError
 
 HIDDEN, INNER, HEADS, LAYERS, EXPERTS = 256, 128, 384, 4, 3
 DENSE = 1  # layers without experts
@@ -262,6 +262,27 @@ def test_a_hub_without_ranges_is_refused(base: Path, monkeypatch: pytest.MonkeyP
         hub.whole_files = True
         with pytest.raises(DataError, match="whole files only"):
             repository.tensor("model.embed_tokens.weight")
+
+
+def test_a_name_that_is_neither_a_directory_nor_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Hub({})) as address:
+        use(address, monkeypatch)
+        with pytest.raises(DataError, match="no directory minis/nowhere either"):
+            command.run("minis/nowhere", "minis/nowhere", tmp_path / "out", "", as_json=True)
+    use("http://127.0.0.1:9", monkeypatch)
+    with pytest.raises(UnavailableError, match="the hub does not answer"):
+        command.run("minis/nowhere", "minis/nowhere", tmp_path / "out", "", as_json=True)
+
+
+def test_layers_that_there_are_not(base: Path, tmp_path: Path) -> None:
+    for layers, told in (("x", "neither a layer"), ("7-9", "layers 0 to 3")):
+        with pytest.raises(UsageError, match=told):
+            command.run(str(base), str(base), tmp_path / "out", layers, as_json=True)
+
+
+def test_a_drafter_s_layer_is_not_looked_at(tmp_path: Path) -> None:
+    tensors = base_tensors() | {f"model.layers.{LAYERS - 1}.eh_proj.weight": torch.zeros(2, 2)}
+    assert layers_of(Local(save(tmp_path / "drafting", tensors))) == list(range(LAYERS - 1))
 
 
 def test_two_checkpoints_that_are_one(base: Path, tmp_path: Path) -> None:

@@ -54,6 +54,16 @@ def missing(settings: Settings, reading: Reading, severity: Severity) -> list[Pr
             _packs_fault(packs) if settings.experts.source == "pack" else "",
             f'make the packs with `tidectl pack {reading.source.file}`, or set experts.source to "checkpoint"',
         ),
+        (
+            "model.overlay",
+            _edit_fault(settings.model.overlay),
+            "set model.overlay to where it is, or leave the key out",
+        ),
+        (
+            "model.ablation",
+            _edit_fault(settings.model.ablation),
+            "`tidectl fit` makes one; set model.ablation to where it is, or leave the key out",
+        ),
         ("tide.seed", _seed_fault(seed), "set tide.seed to where it is, or leave the key out"),
     )
     return [
@@ -82,11 +92,19 @@ def _packs_fault(directory: str) -> str:
         names = [entry.name for entry in Path(directory).iterdir()]
     except OSError as error:
         return f"{directory} cannot be read as a directory of packs ({error.strerror})"
-    return "" if any(name.endswith(".mxfp4") for name in names) else f"there is no pack of experts in {directory}"
+    return (
+        ""
+        if any(name.endswith((".mxfp4", ".exl3")) for name in names)
+        else f"there is no pack of experts in {directory}"
+    )
 
 
 def _seed_fault(seed: str) -> str:
     return f"there is no demand seed at {seed}" if seed and not is_file(seed) else ""
+
+
+def _edit_fault(path: str) -> str:
+    return f"there is no file of edits at {path}" if path and not is_file(path) else ""
 
 
 def _toml(value: object) -> str:
