@@ -47,6 +47,7 @@ FLOORS: dict[str, set[str]] = {
     "tidectl": {
         "packers", "tided.profile", "tided.control.state", "tided.control.files", "tided.engine.offline",
         "tided.engine.synthetic",
+        "tided.models.deepseek_v41.limits",
         "tided.engine.packing", "tided.tide", "tided.sim", "tided.chat", "tided.api.chat_request", "tided.api.messages",
         "tided.api.shape",
     },
