@@ -13,7 +13,7 @@ def at_rest(rank, tampered: bool = False) -> None:
     assert executor.lanes == {}
     assert rank.model.pool.free_tokens == rank.model.pool.pages * rank.model.page_tokens
     check_arena(rank.residents)
-    assert executor._swaps_read.keys() == rank.residents._reading.keys()
+    assert executor._loads.keys() == rank.residents._reading.keys()
     caching = executor.caching
     assert (caching.kept, caching.recalling, caching._found, caching.parked.lanes) == (0, 0, {}, [])
     assert caching.background._pending_bytes == 0

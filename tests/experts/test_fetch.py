@@ -96,13 +96,77 @@ def test_the_first_reads_run_while_nobody_waits_for_them_yet():
     assert source.reads == 3
 
 
-def test_a_read_that_fails_is_tried_again_before_it_ends_the_step():
+def test_a_read_that_fails_is_tried_again():
     source = FakeSource(fails_at=2)
-    assert sorted(computed(urgent(2, source), 0, [0, 1])) == [0, 1]
+    reads = urgent(2, source)
+    assert sorted(computed(reads, 0, [0, 1])) == [0, 1]
     assert source.reads == 3
-    source.read = lambda layer, expert, out: (_ for _ in ()).throw(DataError("Input/output error"))
-    with pytest.raises(DataError, match="Input/output error"):
-        computed(urgent(2, source), 0, [0, 1])
+    assert reads.missing_here() == [False, False]
+    assert reads.settle([0, 0]) == {}
+
+
+def damaged(*bad: int, slots: int = 2) -> tuple[FakeSource, UrgentReads]:
+    """These experts of layer 0 cannot be read."""
+    source = FakeSource()
+    read = source.read
+
+    def worn(layer, expert, out):
+        read(layer, expert, out)
+        if layer == 0 and expert in bad:
+            raise DataError("checksum differs", where="pack-1-of-2:4096")
+
+    source.read = worn
+    return source, urgent(slots, source)
+
+
+def test_what_cannot_be_read_at_the_third_try_has_no_slot_and_whoever_used_it_is_named():
+    source, reads = damaged(1)
+    users = torch.tensor([2, 1, 2, 0]), torch.tensor([[0, 2], [1, 2], [0, 0], [2, 0]])  # of lanes 2, 1, 2, 0
+    found = {expert: slot for batch in reads.serve(0, [0, 1, 2], users) for expert, slot in batch.items()}
+    assert source.reads == 5
+    assert (found[1], min(found[0], found[2]) >= 0) == (-1, True)
+    assert reads.missing_here() == [False, True, False]
+    assert {lane: str(lost) for lane, lost in reads.settle([0, 0b10, 0]).items()} == {
+        1: "expert 1 of layer 0 cannot be read on rank 1"
+    }
+    assert reads.unreadable == {(0, 1)}
+    reads.check()
+    reads.begin_step([1])
+    assert (reads.asked, reads.missing_here()) == ([], [])
+
+
+def test_what_another_rank_could_not_read_is_not_kept_here():
+    reads, other = urgent(2), urgent(2)
+    for one in (reads, other):
+        list(one.serve(0, [0, 1], (torch.tensor([1]), torch.tensor([[0, 1]]))))
+        one.settle([0, 0b101])
+    assert reads.state() == other.state()
+    assert reads._kept(0) == [0]
+    before = reads.state()
+    reads.told((0, 1), read=True)
+    assert reads.state() != before  # the guard covers what nobody waits for
+    computed(reads, 0, [1])
+    assert reads.waits.reads == 3
+
+
+def test_a_lost_record_that_nobody_was_told_of_is_never_passed_over():
+    _, reads = damaged(1)
+    list(reads.serve(0, [1]))
+    with pytest.raises(PairError, match="nobody was told"):
+        reads.begin_step([1])
+    with pytest.raises(PairError, match="whose answer it was read for is not known"):
+        reads.settle([1])
+
+
+def test_so_many_in_a_row_are_a_disk_that_fails(monkeypatch):
+    monkeypatch.setattr(fetch, "MOST_LOST", 3)
+    reads, users = urgent(8), (torch.tensor([1]), torch.arange(12)[None])
+    for experts, missing in (([0, 1, 2], [1, 1, 0]), ([3, 4], [1, 1])):
+        list(reads.serve(0, experts, users))
+        assert set(reads.settle(missing)) == {1}
+    list(reads.serve(0, [9], users))
+    with pytest.raises(PairError, match="the last 3 that requests waited for failed"):
+        reads.settle([1])
 
 
 def test_a_disk_that_never_answers_ends_the_step(monkeypatch):
@@ -134,6 +198,17 @@ def test_a_row_may_use_what_its_class_allows():
     assert allowed[0].nonzero().flatten().tolist() == HERE  # fast: the routable
     assert allowed[1].nonzero().flatten().tolist() == [*HERE, 6, 7]  # balanced: and what is heavy
     assert bool(allowed[2].all())  # exact: all of them
+
+
+def test_no_balanced_row_waits_for_what_could_not_be_read_until_it_could():
+    reads = urgent(8)
+    routing = routed(reads, [ROW] * 3)
+    reads.told((3, 6), read=False)
+    allowed = reads.allowed(3, torch.tensor([0, 1, 2]), routing)
+    assert allowed[1].nonzero().flatten().tolist() == [*HERE, 7]
+    assert bool(allowed[2].all())  # an exact one tries: it may be there again
+    reads.told((3, 6), read=True)
+    assert reads.allowed(3, torch.tensor([0, 1, 2]), routing)[1].nonzero().flatten().tolist() == [*HERE, 6, 7]
 
 
 def test_a_fast_row_never_sees_what_was_read_for_others():

@@ -134,7 +134,7 @@ def build_rank(
     residents.fill(pairs, lambda done, total: progress("experts", done, total))
     reads.io.set_mode("serve")
     caching = open_caching(opened, model, cache_dir, reads.io)
-    return Rank(opened, model, bank, residents, reads, Executor(model, residents, tap, urgent, caching))
+    return Rank(opened, model, bank, residents, reads, Executor(model, residents, tap, urgent, caching, group))
 
 
 Source = RunSource | PackSource

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tided.cache.chain import Chain
-from tided.control.messages import Admission, Change, Decode, Prefill, Step
+from tided.control.messages import Admission, Change, Decode, Load, Prefill, Step
 from tided.engine import drafting
 from tided.engine.caching import Caching
 from tided.engine.logits import logprobs, shaped
@@ -20,9 +20,10 @@ from tided.engine.sampling import sample
 from tided.engine.sight import Sight
 from tided.engine.types import Request, TokenLogprob
 from tided.errors import PairError
-from tided.experts.fetch import UrgentReads
+from tided.experts.fetch import Lost, UrgentReads
 from tided.experts.tables import DemandTap
 from tided.models.base import LaneState, Model
+from tided.models.parallel import Alone, Group
 
 Demand = tuple[Tensor, Tensor, Tensor]
 
@@ -54,18 +55,20 @@ class Lane:
 @dataclass
 class Outcome:
     """What a step made: (lane, token) in row order, the log probabilities of lanes that asked, in the same order, those
-    of a scored prompt's next tokens, the demand of a prompt that is complete, and the digest if due."""
+    of a scored prompt's next tokens, the demand of a prompt that is complete, and the digest if due. `failed`: lanes
+    whose rows were computed without an expert that they waited for; they have no tokens, and no other is touched."""
 
     tokens: list[tuple[int, int]] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     scores: list[TokenLogprob] = field(default_factory=list)
     prompt_demand: Demand | None = None
     digest: str = ""
+    failed: dict[int, Lost] = field(default_factory=dict)
 
 
 class Executor:
     """`urgent` None: no request may wait for an expert. `caching` None: parked contexts stay in memory, and there is no
-    prompt cache."""
+    prompt cache. `group`: the ranks that tell each other which expert they did not get; None: this one alone."""
 
     def __init__(
         self,
@@ -74,9 +77,11 @@ class Executor:
         tap: DemandTap,
         urgent: UrgentReads | None = None,
         caching: Caching | None = None,
+        group: Group | None = None,
     ) -> None:
         self.model, self.residents, self.tap, self.urgent = model, residents, tap, urgent
         self.caching = caching or Caching(model)
+        self._group = group or Alone()
         self.sight = Sight(model)
         self.lanes: dict[int, Lane] = {}
         self.seq = 0
@@ -85,7 +90,7 @@ class Executor:
         self.draft_s = 0.0  # of the last proposals; 0: nothing was to be proposed
         self._device = tap.counts.device
         self._masks: dict[int, bytes] = {}  # of the step in hand, by lane
-        self._swaps_read: dict[int, bool] = {}  # reads under way: whether they are swaps
+        self._loads: dict[int, Load] = {}  # reads under way
         self._history = hashlib.blake2b(digest_size=16)
 
     @torch.inference_mode()
@@ -109,8 +114,10 @@ class Executor:
             self._prefill(step.work, outcome)
         elif isinstance(step.work, Decode):
             self._decode(step.work, outcome)
+        self._settle(outcome)
         for lane in step.save:
-            self._save(lane)
+            if lane not in outcome.failed:
+                self._save(lane)
         marks.append(time.perf_counter())
         self.tap.add_up()
         self._history.update(f"{step.seq} {outcome.tokens};".encode())
@@ -183,11 +190,10 @@ class Executor:
         if change:
             generation += self._publish(change)
             self.residents.give_up(change.give_up)
-            for ticket in change.give_up:
-                del self._swaps_read[ticket]
+            self._ended(change.give_up, read=False)
             for load in change.load:
                 self.residents.read(load.ticket, load.pair, load.out)
-                self._swaps_read[load.ticket] = load.out is not None
+                self._loads[load.ticket] = load
         self.plan_version = generation
         if self.plan_version != step.plan_version:
             raise PairError(f"plan {self.plan_version} is in place where step {step.seq} expects {step.plan_version}")
@@ -197,8 +203,26 @@ class Executor:
         self.residents.publish(change.publish)
         self.residents.promote([(swap.out, swap.in_) for swap in change.promote])
         self.residents.withdraw(change.withdraw)
-        swapped = [self._swaps_read.pop(ticket) for ticket in change.publish]
-        return bool(change.promote) or any(swapped)
+        loads = self._ended(change.publish, read=True)
+        return bool(change.promote) or any(load.out is not None for load in loads)
+
+    def _ended(self, tickets: list[int], read: bool) -> list[Load]:
+        """Requests that wait for experts learn from it too whether a record can be read."""
+        loads = [self._loads.pop(ticket) for ticket in tickets]
+        if self.urgent is not None:
+            for load in loads:
+                self.urgent.told(load.pair, read)
+        return loads
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Of a step that read experts before use, and every rank knows whether it did: a collective in which the ranks
+        tell what they did not get. Lanes that were computed with it, on whichever rank, get no token on any."""
+        if self.urgent is None or not self.urgent.asked:
+            return
+        bits = [float(missing << self._group.rank) for missing in self.urgent.missing_here()]
+        total = self._group.sum(torch.tensor(bits, dtype=torch.float32, device=self._device))
+        outcome.failed = self.urgent.settle([int(ranks) for ranks in total.tolist()])
+        outcome.tokens = [(lane, token) for lane, token in outcome.tokens if lane not in outcome.failed]
 
     def _begin(self, lanes: list[int]) -> None:
         if self.urgent is not None:

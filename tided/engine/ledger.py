@@ -7,11 +7,12 @@ with the pair.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy.typing as npt
+from msgspec import structs
 
 from tided.control.messages import Decode, Mask, Prefill, Step
 from tided.engine.costs import NOTHING, Touched
@@ -34,6 +35,10 @@ Array = npt.NDArray[Any]
 NO_ROOM = (
     "the context pool is full, and this request's context could not be kept on disk; "
     "raise pool_tokens or park_tokens in [cache], or send fewer long requests at once"
+)
+UNREAD = (
+    "{lost}, and this request waited for it; that rank's log names the file and the offset: check its disk (dmesg) "
+    "and put the file back. Requests of fidelity balanced and fast do without the expert meanwhile"
 )
 Reason = Literal["stop", "length", "cancelled"]
 
@@ -109,26 +114,32 @@ class Ledger:
             if self._motion.stepped(rows):
                 weights, of_layer = self._executor.tap.take_wanted()
                 self._motion.observe(weights.cpu().numpy(), of_layer.cpu().numpy())
-        if isinstance(step.work, Prefill):
-            stats = self._stats(step.work.lane)
-            stats.chunk(step.work.count, seconds)
-            if outcome.scores:
-                self.events.append(Scored(stats.request.request_id, outcome.scores))
-            if outcome.prompt_demand:
-                self._prompt_done(stats, step.work.lane, outcome.prompt_demand)
-            elif self._moments:
-                self._chunk_done(self._moments, stats, step.work)
-            if step.work.propose:
-                lane, executor = step.work.lane, self._executor
-                self._scheduler.depths.begun(lane, executor.lanes[lane].sure, executor.draft_s or None)
-        if isinstance(step.work, Decode):
-            self._decoded(step.work, outcome, seconds)
+        for lane, lost in outcome.failed.items():
+            self._give_up(self._scheduler.finish(lane), UNREAD.format(lost=lost))
+        work = of_others(step.work, outcome.failed)
+        if isinstance(work, Prefill):
+            self._prefilled(work, outcome, seconds)
+        elif isinstance(work, Decode):
+            self._decoded(work, outcome, seconds)
         told = {lane: iter(logprobs) for lane, logprobs in outcome.logprobs.items()}
         for lane, token in outcome.tokens:
             if lane in self._scheduler.running:  # what comes behind the end of an answer in a block is dropped
                 self._token(lane, token, now_s, next(told[lane]) if lane in told else None)
-        if isinstance(step.work, Decode) and self._moments:
-            self._step_done(self._moments, step.work.lanes)
+        if isinstance(work, Decode) and self._moments:
+            self._step_done(self._moments, work.lanes)
+
+    def _prefilled(self, work: Prefill, outcome: Outcome, seconds: float) -> None:
+        stats = self._stats(work.lane)
+        stats.chunk(work.count, seconds)
+        if outcome.scores:
+            self.events.append(Scored(stats.request.request_id, outcome.scores))
+        if outcome.prompt_demand:
+            self._prompt_done(stats, work.lane, outcome.prompt_demand)
+        elif self._moments:
+            self._chunk_done(self._moments, stats, work)
+        if work.propose:
+            executor = self._executor
+            self._scheduler.depths.begun(work.lane, executor.lanes[work.lane].sure, executor.draft_s or None)
 
     def _decoded(self, work: Decode, outcome: Outcome, seconds: float) -> None:
         """A step of drafts that were verified, and of others that were made."""
@@ -306,6 +317,17 @@ class Ledger:
             waited_kept=waits.kept,
             wait_s=waits.seconds,
         )
+
+
+def of_others(work: Prefill | Decode | None, failed: Container[int]) -> Prefill | Decode | None:
+    """The work without lanes that have failed in it."""
+    if isinstance(work, Prefill):
+        return None if work.lane in failed else work
+    if work is None or not any(lane in failed for lane in work.lanes):
+        return work
+    kept = [at for at, lane in enumerate(work.lanes) if lane not in failed]
+    drafts = [work.drafts[at] for at in kept] if work.drafts else []
+    return structs.replace(work, lanes=[work.lanes[at] for at in kept], drafts=drafts) if kept else None
 
 
 def picks(demand: Demand) -> Picks:

@@ -7,7 +7,9 @@ the same on every rank, so every rank reads the same ones into the same slots, a
 The records land in slots of their own and stay there until others need the slots. Only rows of balanced and exact
 requests see them: what a fast request is answered with does not depend on who is beside it.
 
-A record that cannot be read at the third try ends the rank: the others compute with it already.
+A record that cannot be read at the third try ends no rank, for the others compute with it already: this one goes on
+with nothing in its place, and behind the step's work all ranks tell each other what they did not get. What was computed
+with it is nobody's answer (`settle`), and no balanced row waits for such a record until somebody has read it.
 """
 
 import logging
@@ -31,6 +33,7 @@ log = logging.getLogger("experts")
 
 READ_TIMEOUT_S = 60.0
 TRIES = 3  # of a record, one after the other: a step that waits for it cannot do without
+MOST_LOST = 64  # records that a rank did not get, one after the other, and none between them that all ranks got
 FAST, BALANCED, EXACT = range(3)
 CLASS: dict[Fidelity, int] = {"fast": FAST, "balanced": BALANCED, "exact": EXACT}
 _UNITS = 1 << 24  # routing weights are added as integers: one sum, in whatever order a device adds
@@ -44,6 +47,19 @@ class SyncRules:
     reads: int
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A record that a step waited for and some rank has not; `ranks`: a bit each, rank 0's the lowest."""
+
+    pair: Pair
+    ranks: int
+
+    def __str__(self) -> str:
+        names = [str(rank) for rank in range(self.ranks.bit_length()) if self.ranks >> rank & 1]
+        on = f"rank {names[0]}" if len(names) == 1 else f"ranks {' and '.join(names)}"
+        return f"expert {self.pair[1]} of layer {self.pair[0]} cannot be read on {on}"
+
+
 @dataclass
 class Waits:
     """Since the start: records read, experts used that an earlier read had left here, seconds a layer waited."""
@@ -54,7 +70,8 @@ class Waits:
 
 
 class UrgentReads:
-    """The `urgent` slots of an arena. One thread uses it: the engine's."""
+    """The `urgent` slots of an arena. One thread uses it: the engine's. `asked`: the reads of this step, in order;
+    `unreadable`: what some rank did not get when it was last read, by whomever. Both are equal on every rank."""
 
     def __init__(self, arena: Arena, tables: RoutingTables, io: IoScheduler, rules: SyncRules, lanes: int) -> None:
         self.arena, self.rules, self.waits = arena, rules, Waits()
@@ -67,6 +84,11 @@ class UrgentReads:
         self._pair_in: dict[int, Pair] = {}
         self._by_use = dict.fromkeys(arena.urgent)  # slots, the least recently used first
         self._spent = 0  # reads of this step that balanced rows asked for
+        self.asked: list[Pair] = []
+        self.unreadable: set[Pair] = set()
+        self._users: list[tuple[int, Tensor, Tensor]] = []  # (layer, lanes [T], experts [T, k]) that waited for reads
+        self._lost: set[Pair] = set()  # of this step, on this rank: what its slot holds is not the record
+        self._lost_in_a_row = 0
 
     def open(self, lane: int, fidelity: Fidelity) -> None:
         """The lane's rows are of this class from now on. Raises PairError where there is no slot to wait for."""
@@ -76,9 +98,12 @@ class UrgentReads:
             raise PairError(f"a {fidelity} request, but there are no slots to read experts into before use")
 
     def begin_step(self, lanes: Iterable[int]) -> None:
-        """A step of these lanes: its reads are counted anew."""
+        """A step of these lanes: its reads are counted anew. Raises PairError where the last one was not settled."""
+        if self._lost:
+            raise PairError(f"experts {sorted(self._lost)} were not read, and nobody was told")
         self.active = any(self._classes[lane] for lane in lanes)
         self._spent = 0
+        self.asked, self._users = [], []
 
     def allowed(self, layer: int, lane_of_row: Tensor, routing: Routing) -> Tensor | None:
         """[T, E] bool, the experts that each row may use, those to be read included; None: just the routable ones."""
@@ -91,16 +116,58 @@ class UrgentReads:
         balanced, exact = (classes == BALANCED)[:, None], (classes == EXACT)[:, None]
         if bool(balanced.any()):
             heavy = waiting & balanced & (routing.wanted_weights >= self.rules.least_weight)
-            present[self._heaviest(layer, routing, heavy & ~present[routing.wanted])] = True
+            barred = present.clone()
+            barred[[expert for at, expert in self.unreadable if at == layer]] = True
+            present[self._heaviest(layer, routing, heavy & ~barred[routing.wanted])] = True
         return torch.where(balanced, present, self._tables.routable[layer]) | exact
 
-    def serve(self, layer: int, experts: Sequence[int]) -> "Serving":
-        """Begins to read those of a layer's experts that are not here. Ascending, each once."""
+    def serve(self, layer: int, experts: Sequence[int], users: tuple[Tensor, Tensor] | None = None) -> "Serving":
+        """Begins to read those of a layer's experts that are not here. Ascending, each once. `users`: the lanes [T] of
+        the rows that wait, and the experts [T, k] that each row is computed with."""
+        if users is not None:
+            self._users.append((layer, *users))
         return Serving(self, [(layer, expert) for expert in experts])
 
+    def missing_here(self) -> list[bool]:
+        """Of `asked`: what this rank did not get."""
+        return [pair in self._lost for pair in self.asked]
+
+    def settle(self, missing_on: Sequence[int]) -> dict[int, Lost]:
+        """Ends a step's reads. `missing_on`: of `asked`, the ranks that did not get it, a bit each. Gives the lanes
+        that were computed with what some rank has not, and by what. Raises PairError when nothing at all is read."""
+        lost = {pair: Lost(pair, ranks) for pair, ranks in zip(self.asked, missing_on, strict=True) if ranks}
+        for pair in self.asked:
+            self._lost_in_a_row = self._lost_in_a_row + 1 if pair in lost else 0
+            self.told(pair, pair not in lost)
+        lanes: dict[int, Lost] = {}
+        for (layer, expert), what in lost.items():
+            hit = [of[(ids == expert).any(1)].tolist() for at, of, ids in self._users if at == layer]
+            if not any(hit):
+                raise PairError(f"{what}, and whose answer it was read for is not known")
+            lanes |= {lane: what for several in hit for lane in several}
+        self.asked, self._users = [], []
+        self._lost.clear()
+        if self._lost_in_a_row >= MOST_LOST:
+            raise PairError(
+                f"experts cannot be read: the last {self._lost_in_a_row} that requests waited for failed",
+                hint="the log of the rank that failed names files and offsets; check its disk (dmesg)",
+            )
+        return lanes
+
+    def told(self, pair: Pair, read: bool) -> None:
+        """A read of the pair has ended, on every rank well or on some not; the same on all."""
+        if read:
+            self.unreadable.discard(pair)
+            return
+        self.unreadable.add(pair)
+        slot = self._slot_of.pop(pair, None)
+        if slot is not None:
+            del self._pair_in[slot]
+
     def state(self) -> str:
-        """Who lies where and in what order slots are given away: equal on ranks that decide alike."""
-        return repr([(slot, self._pair_in.get(slot)) for slot in self._by_use])
+        """Who lies where, in what order slots are given away, and what nobody waits for: equal on ranks that decide
+        alike."""
+        return repr(([(slot, self._pair_in.get(slot)) for slot in self._by_use], sorted(self.unreadable)))
 
     def check(self) -> None:
         """Raises PairError unless every slot is one pair's at most."""
@@ -150,6 +217,10 @@ class UrgentReads:
         self.waits.reads += 1
         return self._io.submit(Priority.SYNC_HOT, *pair, partial(self.arena.load, slot))
 
+    def _computed_from(self, pair: Pair, slot: int) -> int:
+        """The slot where the pair lies; -1: this rank did not get it."""
+        return -1 if pair in self._lost else slot
+
     def _wait(self, pair: Pair, slot: int, ticket: Ticket) -> None:
         began_s = time.perf_counter()
         for tries in range(1, TRIES + 1):
@@ -158,7 +229,9 @@ class UrgentReads:
                 break
             except DataError as error:
                 if tries == TRIES:
-                    raise
+                    log.error("expert %d of layer %d cannot be read: %s", pair[1], pair[0], error)
+                    self._lost.add(pair)
+                    break
                 log.warning("expert %d of layer %d is read again: %s", pair[1], pair[0], error)
                 ticket = self._read(pair, slot)
         self.waits.seconds += time.perf_counter() - began_s
@@ -169,22 +242,25 @@ class UrgentReads:
 
 
 class Serving:
-    """A layer's experts on their way. Iterating yields {expert: slot} as records arrive; a slot may be read into again
-    once the next are asked for, so what was yielded must be computed (or launched) by then."""
+    """A layer's experts on their way. Iterating yields {expert: slot} as records arrive, -1 for what cannot be read; a
+    slot may be read into again once the next are asked for, so what was yielded must be computed (or launched) by
+    then."""
 
     def __init__(self, owner: UrgentReads, pairs: Sequence[Pair]) -> None:
         self._owner = owner
+        self._layer = pairs[0][0] if pairs else -1
         here = {pair: slot for pair in pairs if (slot := owner._find(pair)) is not None}
         self._ready = {expert: slot for (_, expert), slot in here.items()}
         self._busy = set(here.values())  # what nothing may be read into now
         self._queue = deque(pair for pair in pairs if pair not in here)
+        owner.asked += self._queue
         self._waiting: deque[tuple[Pair, int, Ticket]] = deque()
         self._submit()
 
     def __iter__(self) -> Iterator[dict[int, int]]:
         while self._ready or self._waiting:
             batch, self._ready = self._ready or self._arrived(), {}
-            yield batch
+            yield {expert: self._owner._computed_from((self._layer, expert), slot) for expert, slot in batch.items()}
             self._busy -= set(batch.values())
             self._submit()
         if self._queue:

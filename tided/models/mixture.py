@@ -48,15 +48,21 @@ def mixture(
     if urgent is None or allowed is None:
         routed = grouped_experts(x, bank.slots, bank.record, picks, routing.weights, of.limit, of.numerics)
         return routed.add_(shared(x))
-    return _with_late(of, urgent, x, routing, picks, shared)
+    return _with_late(of, urgent, lanes, x, routing, picks, shared)
 
 
 def _with_late(
-    of: Layer, urgent: UrgentReads, x: Tensor, routing: Routing, picks: Tensor, shared: Callable[[Tensor], Tensor]
+    of: Layer,
+    urgent: UrgentReads,
+    lanes: Tensor,
+    x: Tensor,
+    routing: Routing,
+    picks: Tensor,
+    shared: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """picks [T, k] with -1 where the expert is not here yet. The sum is that of all at once."""
+    """lanes [T]; picks [T, k] with -1 where the expert is not here yet. The sum is that of all at once."""
     n, bank, ids = of.numerics, of.bank, routing.ids
-    late = urgent.serve(of.layer, torch.unique(ids[picks < 0]).tolist())
+    late = urgent.serve(of.layer, torch.unique(ids[picks < 0]).tolist(), (lanes, ids))
     outputs = x.new_empty(*ids.shape, bank.record.hidden)
     pick_outputs(outputs, x, bank.slots, bank.record, picks, routing.weights, of.limit, n)
     beside = shared(x)
@@ -64,4 +70,6 @@ def _with_late(
         here = torch.full_like(bank.tables.slot_of[of.layer], -1)
         here[list(slot_of)] = torch.tensor(list(slot_of.values()), dtype=here.dtype, device=here.device)
         pick_outputs(outputs, x, bank.slots, bank.record, here[ids], routing.weights, of.limit, n)
+        for expert in (expert for expert, slot in slot_of.items() if slot < 0):
+            outputs[ids == expert] = 0.0  # numbers, so that the sums over the ranks go on; they are nobody's answer
     return sum_of_picks(outputs).add_(beside)
