@@ -161,7 +161,7 @@ def test_a_lost_record_that_nobody_was_told_of_is_never_passed_over():
 def test_so_many_in_a_row_are_a_disk_that_fails(monkeypatch):
     monkeypatch.setattr(fetch, "MOST_LOST", 3)
     reads, users = urgent(8), (torch.tensor([1]), torch.arange(12)[None])
-    for experts, missing in (([0, 1, 2], [1, 1, 0]), ([3, 4], [1, 1])):
+    for experts, missing in (([0, 1, 2], [1, 1, 0]), ([3, 4], [1, 1]), ([4], [1])):
         list(reads.serve(0, experts, users))
         assert set(reads.settle(missing)) == {1}
     list(reads.serve(0, [9], users))

@@ -33,7 +33,7 @@ log = logging.getLogger("experts")
 
 READ_TIMEOUT_S = 60.0
 TRIES = 3  # of a record, one after the other: a step that waits for it cannot do without
-MOST_LOST = 64  # records that a rank did not get, one after the other, and none between them that all ranks got
+MOST_LOST = 64  # records that some rank did not get, one after the other, and none between them that all ranks got
 FAST, BALANCED, EXACT = range(3)
 CLASS: dict[Fidelity, int] = {"fast": FAST, "balanced": BALANCED, "exact": EXACT}
 _UNITS = 1 << 24  # routing weights are added as integers: one sum, in whatever order a device adds
@@ -88,7 +88,7 @@ class UrgentReads:
         self.unreadable: set[Pair] = set()
         self._users: list[tuple[int, Tensor, Tensor]] = []  # (layer, lanes [T], experts [T, k]) that waited for reads
         self._lost: set[Pair] = set()  # of this step, on this rank: what its slot holds is not the record
-        self._lost_in_a_row = 0
+        self._lost_in_a_row: set[Pair] = set()  # one that is damaged may be asked for again and again
 
     def open(self, lane: int, fidelity: Fidelity) -> None:
         """The lane's rows are of this class from now on. Raises PairError where there is no slot to wait for."""
@@ -137,7 +137,7 @@ class UrgentReads:
         that were computed with what some rank has not, and by what. Raises PairError when nothing at all is read."""
         lost = {pair: Lost(pair, ranks) for pair, ranks in zip(self.asked, missing_on, strict=True) if ranks}
         for pair in self.asked:
-            self._lost_in_a_row = self._lost_in_a_row + 1 if pair in lost else 0
+            self._lost_in_a_row = self._lost_in_a_row | {pair} if pair in lost else set()
             self.told(pair, pair not in lost)
         lanes: dict[int, Lost] = {}
         for (layer, expert), what in lost.items():
@@ -147,9 +147,9 @@ class UrgentReads:
             lanes |= {lane: what for several in hit for lane in several}
         self.asked, self._users = [], []
         self._lost.clear()
-        if self._lost_in_a_row >= MOST_LOST:
+        if len(self._lost_in_a_row) >= MOST_LOST:
             raise PairError(
-                f"experts cannot be read: the last {self._lost_in_a_row} that requests waited for failed",
+                f"experts cannot be read: the last {len(self._lost_in_a_row)} that requests waited for failed",
                 hint="the log of the rank that failed names files and offsets; check its disk (dmesg)",
             )
         return lanes
