@@ -6,6 +6,7 @@ python tests/models/decode_cases.py cpu|cuda [name of a case]"""
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from kernels.device import INTERPRETED
 from packers.shards import Checkpoint
 from tests.models.rig import CPU, GOLDEN, load_model, settings
+from tided.models import runs
 from tided.models.deepseek_v41 import load
 from tided.models.deepseek_v41.load import with_drafter
 
@@ -99,6 +101,19 @@ def case_blocks() -> None:
     assert error(drafts[1].logits, drafts[0].logits) < NEAR
     assert error(rows, wanted[2:]) < NEAR
     check_contexts(reference, lanes, model, others)
+
+
+def case_waiting() -> None:
+    """A step in two runs of as many rows, beside a request that may wait for experts: each lane has its own demand."""
+    reference, model = loaded(CPU, False), loaded(DEVICE, True)
+    _, others = opened(reference, model, [3, 5])
+    bank, count = model.blocks[0].moe.bank, 1 if INTERPRETED else runs.ROWS // 2 + 1
+    object.__setattr__(bank, "urgent", SimpleNamespace(active=True, allowed=lambda *_: None))
+    with patch.object(runs, "ROWS", count):
+        model.decode(others, tokens(2 * count), [count, count])
+    demand = bank.tap.counts.sum((1, 2)).tolist()
+    print(f"  picks by lane: {demand[:2]}")
+    assert demand[:2] == [count * len(model.blocks) * model.blocks[0].moe.top_k] * 2
 
 
 def case_captured() -> None:

@@ -134,9 +134,11 @@ class DecodeSteps:
         meta, ids, tap = made.step.inputs.meta, token_ids.cpu().numpy(), model.blocks[0].moe.bank.tap
         if alone:
             tap.add_up()  # what the step before left lies where this one writes
-        step = Pass(spans, meta[:, POSITION], meta[:, LANE], meta, meta)
         made.copies.wait()
         self._describe(model, made, spans, ids)
+        # The demand of a step that may wait for experts keeps whose rows these are; the next run writes over `meta`.
+        lanes = meta[:, LANE] if alone else meta[:, LANE].clone()
+        step = Pass(spans, meta[:, POSITION], lanes, meta, meta)
         urgent = model.blocks[0].moe.bank.urgent
         made.step.waiting = step if urgent is not None and urgent.active else None
         asked = dict[int, Asked]()
