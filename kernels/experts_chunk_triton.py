@@ -181,9 +181,10 @@ def tokens_of_tile(rows: int, wide: bool) -> int:
     return 32 if rows <= 1024 else 64 if rows <= 4096 or not wide else 128
 
 
-def _sorted(picks: Tensor, size: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """picks [T, k] -> slot of each pick in ascending order, pick of each, both [T * k]; where in that order each tile
-    of at most `size` picks of one slot begins, -1 behind the last. All int32, and the host waits for none of it."""
+def _sorted(picks: Tensor, size: int, distinct: int) -> tuple[Tensor, Tensor, Tensor]:
+    """picks [T, k] of at most `distinct` slots -> slot of each pick in ascending order, pick of each, both [T * k];
+    where in that order each tile of at most `size` picks of one slot begins, -1 behind the last. All int32, and the
+    host waits for none of it."""
     ordered, order = torch.sort(picks.flatten(), stable=True)
     count = len(ordered)
     place = torch.arange(count, device=picks.device)
@@ -191,7 +192,7 @@ def _sorted(picks: Tensor, size: int, slots: int) -> tuple[Tensor, Tensor, Tenso
     is_first[1:] = ordered[1:] != ordered[:-1]
     rank = place - torch.cummax(torch.where(is_first, place, 0), 0).values
     begins = (rank % size == 0) & (ordered >= 0)
-    most = count // size + min(count, slots)
+    most = count // size + min(count, distinct)
     tile = torch.where(begins, torch.cumsum(begins, 0) - 1, most)
     tiles = torch.full((most + 1,), -1, dtype=torch.int32, device=picks.device)
     tiles.scatter_(0, tile, place.to(torch.int32))
@@ -199,14 +200,23 @@ def _sorted(picks: Tensor, size: int, slots: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def grouped_experts(
-    x: Tensor, slots: Tensor, record: ExpertRecord, picks: Tensor, weights: Tensor, limit: float, asm: bool = True
+    x: Tensor,
+    slots: Tensor,
+    record: ExpertRecord,
+    picks: Tensor,
+    weights: Tensor,
+    limit: float,
+    asm: bool = True,
+    distinct: int | None = None,
 ) -> Tensor:
     """x [T, D], rounded as activation; slots [S, slot_bytes] uint8; picks [T, k] int32 slots, -1: none; weights [T, k]
-    fp32 -> [T, D] fp32: this rank's part, as the reference rounds it. Takes 4 * T * k * D bytes meanwhile."""
+    fp32 -> [T, D] fp32: this rank's part, as the reference rounds it. `distinct`: how many slots are picked at most
+    (None: all there are), a layer's experts where the slots are of all layers; more are never computed. Takes
+    4 * T * k * D bytes meanwhile."""
     (tokens, top_k), d = picks.shape, record.hidden
     picks = picks.to(torch.int32).contiguous()
     outputs = torch.empty(tokens, top_k, d, dtype=torch.float32, device=x.device)
-    pick_outputs(outputs, x, slots, record, picks, weights, limit, asm)
+    pick_outputs(outputs, x, slots, record, picks, weights, limit, asm, distinct)
     out = torch.empty(tokens, d, dtype=torch.float32, device=x.device)
     _sum[(tokens, -(-d // 1024))](outputs, picks, out, d, top_k, SIZE=1024, CHAINED=False)
     return out
@@ -221,6 +231,7 @@ def pick_outputs(
     weights: Tensor,
     limit: float,
     asm: bool = True,
+    distinct: int | None = None,
 ) -> None:
     """As `grouped_experts`, but every pick's own output goes to its place of outputs [T, k, D] fp32, contiguous; the
     places of picks without a slot stay as they are."""
@@ -232,7 +243,7 @@ def pick_outputs(
     gate_up = {**GATE_UP, "ROWS": next(rows for rows in (GATE_UP["ROWS"], 32) if n % rows == 0)}
     down = {**DOWN, "ROWS": next(rows for rows in (DOWN["ROWS"], 64, 32) if d % rows == 0)}
     x_width, hidden_width = _up_to(d, gate_up["BLOCK"]), _up_to(n, down["BLOCK"])
-    ordered, order, tiles = _sorted(picks, size, len(slots))
+    ordered, order, tiles = _sorted(picks, size, distinct or len(slots))
     rows = torch.empty(tokens, x_width, dtype=torch.bfloat16, device=x.device)
     hidden = torch.empty(count, hidden_width, dtype=torch.bfloat16, device=x.device)
     if hidden_width != n:

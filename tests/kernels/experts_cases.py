@@ -98,6 +98,20 @@ def check_parts(device: str, shape: Shape) -> None:
     assert torch.equal(experts.sum_of_picks(outputs), whole), "what was computed first or later leaves a trace"
 
 
+def check_tiles(device: str, shape: Shape) -> None:
+    """A chunk launches no more tiles than a layer's experts may fill, however many slots there are."""
+    x, slots, record, picks, weights = [
+        one.to(device) if isinstance(one, Tensor) else one for one in problem(shape, False, 4)
+    ]
+    picks, experts_ = picks.clamp_max(2), 3
+    few, all_ = (experts_chunk_triton._sorted(picks, 4, most)[2] for most in (experts_, 10_000))
+    assert len(few) == picks.numel() // 4 + experts_ < len(all_) == picks.numel() // 4 + picks.numel()
+    assert few[few >= 0].tolist() == all_[all_ >= 0].tolist()
+    given = (x, slots, record, picks, weights, LIMIT, device == "cuda")
+    bounded, open_ = (experts_chunk_triton.grouped_experts(*given, distinct=most) for most in (experts_, None))
+    assert torch.equal(bounded, open_), "tiles that nobody needs leave a trace"
+
+
 def check_rows(device: str, shape: Shape) -> None:
     """A row of a decode step has the bits that it has alone; a pick without a slot counts for nothing."""
     x, slots, record, picks, weights = problem(shape, False, 1)
@@ -123,6 +137,7 @@ def main(device: str) -> None:
     check_rows(device, SMALL[0] if device == "cpu" else LARGE[2])
     for shape in (SMALL[1], CHUNKS[0]) if device == "cpu" else (LARGE[1], LARGE_CHUNKS[1]):
         check_parts(device, shape)
+    check_tiles(device, CHUNKS[0] if device == "cpu" else LARGE_CHUNKS[0])
     given = problem(CHUNKS[0] if device == "cpu" else LARGE_CHUNKS[1], False, 2)
     assert torch.equal(fast(device, *given), fast(device, *given)), "a chunk's bits vary"
     print("ok")

@@ -238,10 +238,12 @@ class Chunk:
         )  # fmt: skip
         wish = (routed.wanted, routed.wanted_scores, routed.wanted_weights)
         bank.tap.record(moe.layer, step.lane_of_row, *wish, routed.missed)
-        form = experts_triton if count <= ROWS and moe.limit <= experts_triton.MAX_LIMIT else experts_chunk_triton
-        output: Tensor = form.grouped_experts(
-            mixed.rounded, bank.slots, bank.plain_record, routed.slots, routed.weights, moe.limit, asm=not INTERPRETED
-        )
+        work = (mixed.rounded, bank.slots, bank.plain_record, routed.slots, routed.weights, moe.limit)
+        if count <= ROWS and moe.limit <= experts_triton.MAX_LIMIT:
+            output: Tensor = experts_triton.grouped_experts(*work, asm=not INTERPRETED)
+        else:
+            experts = tables.slot_of.shape[1]
+            output = experts_chunk_triton.grouped_experts(*work, asm=not INTERPRETED, distinct=experts)
         hidden = linear.ended(linear.product(mixed.rounded, moe.shared_w13)[None], Ending.SWIGLU, moe.limit)
         return output.add_(linear.product(hidden, moe.shared_w2))
 
