@@ -64,6 +64,23 @@ def test_r1_a_slot_in_use_is_not_read_into_while_its_reader_computes():
     assert sorted([*batch, *(expert for rest in serving for expert in rest)]) == [0, 1, 2, 3]
 
 
+def test_r7_a_slot_is_fenced_before_it_is_read_into_again(monkeypatch):
+    """A layer that was launched before may read the slot still."""
+    source = FakeSource()
+    reads, told = urgent(1, source), []
+    monkeypatch.setattr(reads.arena, "fence", lambda slot: told.append(("fenced", slot)))
+    submit = reads._io.submit
+
+    def submitting(priority, layer, expert, into):
+        told.append(("submitted", expert))
+        return submit(priority, layer, expert, into)
+
+    monkeypatch.setattr(reads._io, "submit", submitting)
+    slot = reads.arena.urgent[0]
+    assert sorted(computed(reads, 0, [3, 5])) == [3, 5]
+    assert told == [("fenced", slot), ("submitted", 3), ("fenced", slot), ("submitted", 5)]
+
+
 def test_r2_two_experts_never_share_a_slot_however_hits_and_reads_mix():
     """What lies there already is reserved before anything may be given away."""
     reads = urgent(3)
