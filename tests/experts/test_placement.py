@@ -1,11 +1,13 @@
 """Where slots lie: chosen by what a device says and does, and filled without keeping its work waiting."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels.record import ExpertRecord
+from tided.engine.devices import is_shortage
 from tided.experts import placement
 from tided.experts.arena import Arena
 from tided.experts.placement import Cuda, Slots, choose, slots_on
@@ -27,6 +29,9 @@ class Fake:
         host = torch.zeros(nbytes, dtype=torch.uint8)
         self.given.append(host)
         return host.view(-1), host
+
+    def zeros(self, nbytes):
+        return torch.zeros(nbytes, dtype=torch.uint8)
 
     def sees(self, data, host):
         return not self._blind
@@ -69,6 +74,41 @@ def test_memory_that_is_shared_is_seen_from_both_sides():
     assert slots.data.shape == slots.host.shape == (6, 4096)
     assert int(slots.data[2, 5]) == 9
     assert slots.placement.direct
+
+
+class Allows(Fake):
+    """Registers what the probe asks for and no more."""
+
+    def __init__(self, error):
+        super().__init__()
+        self._error = error
+
+    def mapped(self, nbytes):
+        if self.given:
+            raise self._error
+        return super().mapped(nbytes)
+
+
+def test_slots_that_cannot_be_shared_as_the_probe_s_were_are_copied_to():
+    slots = slots_on(CUDA, 6, 4096, Allows(RuntimeError("error 801")))
+    assert slots.data.shape == (6, 4096)
+    assert slots.host is None
+    assert not slots.placement.direct
+    assert "error 801" in str(slots.placement)
+
+
+def test_slots_that_are_too_much_are_told_as_such():
+    with pytest.raises(MemoryError, match="90 GB"):
+        slots_on(CUDA, 6, 4096, Allows(MemoryError("90 GB")))
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, MemoryError), (801, RuntimeError)])
+def test_a_registration_that_fails_for_want_of_memory_is_a_shortage(monkeypatch, code, kind):
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: code, cudaHostUnregister=pytest.fail)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(kind, match=f"error {code}") as failed:
+        Cuda(CUDA).mapped(4096)
+    assert is_shortage(failed.value) == (code == 2)
 
 
 class Event:

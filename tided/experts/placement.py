@@ -10,7 +10,7 @@ gets copies too.
 import logging
 import mmap
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 PROBE_BYTES = 256 << 20  # several times what caches hold
 ENOUGH = 0.95  # of the rate at which the device reads its own allocations
 ROUNDS = 5
@@ -57,7 +58,12 @@ class Device(Protocol):
     @property
     def integrated(self) -> bool: ...
     def mapped(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        """Memory of the system as the device sees it, and as processors do. Raises RuntimeError where it cannot."""
+        """Memory of the system as the device sees it, and as processors do. Raises MemoryError where there is not as
+        much, RuntimeError where it cannot for another reason."""
+        ...
+
+    def zeros(self, nbytes: int) -> Tensor:
+        """[nbytes] uint8 of the device's own memory, zero for whatever stream writes to it next."""
         ...
 
     def sees(self, data: Tensor, host: Tensor) -> bool:
@@ -77,14 +83,16 @@ def slots_on(device: torch.device, units: int, unit_bytes: int, probed: Device |
         memory = _anonymous(units * unit_bytes).view(units, unit_bytes)
         return Slots(memory, memory, Placement(True, "a CPU"))
     cuda = probed or Cuda(device)
-    placement = choose(cuda)
-    log.info("expert slots: %s", placement)
+    placement, mapped = choose(cuda), None
     if placement.direct:
-        data, host = cuda.mapped(units * unit_bytes)
-        return Slots(data.view(units, unit_bytes), host.view(units, unit_bytes), placement)
-    zeros = torch.zeros((units, unit_bytes), dtype=torch.uint8, device=device)
-    torch.cuda.synchronize(device)  # records come on other streams, and must not be overtaken by the zeros
-    return Slots(zeros, None, placement)
+        try:
+            mapped = cuda.mapped(units * unit_bytes)
+        except RuntimeError as e:  # the probe asked for little; a device may allow no more
+            placement = replace(placement, direct=False, why=f"not so much of the system's memory can be shared: {e}")
+    log.info("expert slots: %s", placement)
+    if mapped is None:
+        return Slots(cuda.zeros(units * unit_bytes).view(units, unit_bytes), None, placement)
+    return Slots(mapped[0].view(units, unit_bytes), mapped[1].view(units, unit_bytes), placement)
 
 
 def choose(device: Device) -> Placement:
@@ -116,9 +124,15 @@ class Cuda:
         host = _anonymous(nbytes)
         result = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
         if int(result) != 0:
-            raise RuntimeError(f"cudaHostRegister of {nbytes / 1e9:.1f} GB: error {int(result)}")
+            kind = MemoryError if int(result) == OUT_OF_MEMORY else RuntimeError
+            raise kind(f"cudaHostRegister of {nbytes / 1e9:.1f} GB: error {int(result)}")
         weakref.finalize(host, torch.cuda.cudart().cudaHostUnregister, host.data_ptr())  # type: ignore[no-untyped-call]
         return torch.as_tensor(_Seen(host), device=self._device), host
+
+    def zeros(self, nbytes: int) -> Tensor:
+        zeros = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        torch.cuda.synchronize(self._device)  # records come on other streams, and must not be overtaken by the zeros
+        return zeros
 
     def sees(self, data: Tensor, host: Tensor) -> bool:
         wrong = 0
