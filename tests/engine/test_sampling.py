@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tided.engine.sampling import clocks, draw, least_weight, noise, philox, sample, sample_there
+from tided.engine.sampling import (
+    _bound_there,
+    _units,
+    clocks,
+    draw,
+    least_weight,
+    noise,
+    philox,
+    sample,
+    sample_there,
+)
 from tided.engine.types import Sampling
 from tided.errors import PairError
 
@@ -151,6 +161,21 @@ def test_the_nucleus_is_that_of_a_full_sort(spread, top_p):
         reached = (ranked.cumsum(0) >= top_p * ranked.sum()).nonzero()
         expected = float(ranked[int(reached[0])] if len(reached) else ranked[-1])
         assert least_weight(weights, Sampling(top_p=top_p)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+def test_the_nucleus_of_a_large_vocabulary_does_not_depend_on_an_order(spread):
+    """Sums are of integers that all together fit."""
+    weights = torch.exp(torch.randn(160_000, generator=torch.Generator().manual_seed(1)).double() * spread)
+    weights /= weights.max()
+    sums = [int(_units(weights[order], len(weights)).cumsum(0)[-1]) for order in (slice(None), torch.randperm(160_000))]
+    assert sums[0] == sums[1] > 0
+    assert sums[0] / 2 ** (62 - (160_000).bit_length()) == pytest.approx(float(weights.sum()), rel=1e-9)
+    bound = least_weight(weights, Sampling(top_p=0.9))
+    assert bound == float(_bound_there(weights, Sampling(top_p=0.9)))
+    assert float(weights[weights >= bound].sum()) >= 0.9 * float(weights.sum()) * (1 - 1e-9)
+    if spread:
+        assert float(weights[weights > bound].sum()) < 0.9 * float(weights.sum())
 
 
 @settings(deadline=None, max_examples=60)

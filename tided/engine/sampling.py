@@ -2,8 +2,8 @@
 
 The noise is counter-based: 64 bits from (seed, position) alone, so a seeded request repeats whatever runs beside it and
 however its steps are cut. The draw is a race: every token has an exponential clock of its own that runs at the speed of
-its weight, and the first to ring is drawn: token i with probability w_i / sum w. No sum over tokens is taken, so no
-reduction order of a device can make two ranks disagree.
+its weight, and the first to ring is drawn: token i with probability w_i / sum w. No sum over tokens is taken but
+top-p's, and that one of integers, so no reduction order of a device can make two ranks disagree.
 
 Two distributions p and q that race with the same clocks draw the same token with probability
 sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), at least (1 - d) / (1 + d) where d is their distance in total variation:
@@ -116,7 +116,8 @@ def _bound_there(weights: Tensor, sampling: Sampling) -> Tensor:
         kept = torch.where(weights >= least, weights, 0.0)
     if sampling.top_p < 1:
         ranked = kept.sort(descending=True).values
-        last = torch.searchsorted(ranked.cumsum(dim=0), kept.sum() * sampling.top_p)
+        reached = _units(ranked, weights.numel()).cumsum(dim=0)
+        last = torch.searchsorted(reached, _share(reached[-1], sampling.top_p))
         least = torch.maximum(least, ranked.gather(0, last.clamp_max(len(ranked) - 1).view(1))[0])
     return least
 
@@ -154,17 +155,28 @@ def least_weight(weights: Tensor, sampling: Sampling) -> float:
 
     A bound rather than a list of ids: equal weights share one fate, whatever order a sort gives them.
     """
-    least = min(sampling.min_p, 1.0)  # the likeliest token always stays
+    least, vocab = min(sampling.min_p, 1.0), weights.numel()  # the likeliest token always stays
     if 0 < sampling.top_k < weights.numel():
         least = max(least, float(torch.topk(weights, sampling.top_k).values[-1]))
         weights = weights[weights >= least] if sampling.top_p < 1 else weights
-    return max(least, _nucleus(weights, sampling.top_p)) if sampling.top_p < 1 else least
+    return max(least, _nucleus(weights, sampling.top_p, vocab)) if sampling.top_p < 1 else least
 
 
-def _nucleus(weights: Tensor, top_p: float) -> float:
-    """The least weight of the smallest set of likeliest tokens that holds `top_p` of the sum. Tokens lighter than the
-    tail's mean over all tokens cannot make up the tail, so the heavier ones reach `top_p`: only they are sorted."""
-    total = weights.sum()
-    ranked = weights[weights >= total * ((1 - top_p) / weights.numel())].sort(descending=True).values
-    last = int(torch.searchsorted(ranked.cumsum(dim=0), total * top_p))
+def _nucleus(weights: Tensor, top_p: float, vocab: int) -> float:
+    """The least weight of the smallest set of likeliest tokens that holds `top_p` of the sum. Tokens lighter than half
+    the tail's mean over all tokens cannot make up the tail, so the heavier ones reach `top_p`: only they are sorted."""
+    units = _units(weights, vocab)
+    total = units.sum()
+    ranked = weights[units >= int(total) * (1 - top_p) / (2 * weights.numel())].sort(descending=True).values
+    last = int(torch.searchsorted(_units(ranked, vocab).cumsum(dim=0), _share(total, top_p)))
     return float(ranked[min(last, ranked.numel() - 1)])
+
+
+def _units(weights: Tensor, vocab: int) -> Tensor:
+    """weights [n] up to 1, n <= vocab -> [n] int64, so fine that all together just fit: sums are exact in any order."""
+    return (weights * 2.0 ** (62 - vocab.bit_length())).to(torch.int64)
+
+
+def _share(total: Tensor, top_p: float) -> Tensor:
+    """total [] int64 -> [] int64: the least count of units that is `top_p` of it."""
+    return torch.minimum((total.to(torch.float64) * top_p).ceil().to(torch.int64), total)
