@@ -5,8 +5,9 @@ from itertools import product
 import pytest
 import torch
 
+from tided.engine import drafting
 from tided.engine.drafting import accepted, block, chooser
-from tided.engine.sampling import draw, noise
+from tided.engine.sampling import draw, noise, sample
 from tided.engine.types import Request, Sampling
 from tided.errors import PairError
 
@@ -88,6 +89,19 @@ def test_nothing_comes_behind_a_stop_id():
     logits = torch.zeros(3, 9)
     logits[range(3), [4, 2, 7]] = 5.0
     assert accepted(logits, [4, 2], request(temperature=0.0, stop_ids=(2,)), 5) == [4, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_block_is_looked_at_once_and_is_what_its_rows_are_one_by_one(monkeypatch, temperature):
+    generator, looks = torch.Generator().manual_seed(7), []
+    monkeypatch.setattr(drafting, "sample", lambda *given: looks.append(1) or sample(*given))
+    for seed in range(20):
+        logits, wanted = torch.randn(5, 50, generator=generator), request(seed=seed, temperature=temperature)
+        alone = [sample(logits[i : i + 1], [(wanted.sampling, 30 + i)])[0] for i in range(5)]
+        wrong = seed % 5
+        drafts = [token if i != wrong else token + 1 for i, token in enumerate(alone[:4])]
+        assert accepted(logits, drafts, wanted, 30) == alone[: wrong + 1]
+    assert len(looks) == 20
 
 
 def test_positions_follow_the_block():

@@ -8,6 +8,7 @@ draws with shared noise are: see `tided.engine.sampling`.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -28,13 +29,9 @@ def block(token: int, drafts: Sequence[int], count: int) -> list[int]:
 def accepted(logits: Tensor, drafts: Sequence[int], request: Request, first: int) -> list[int]:
     """logits [1 + drafts, vocab], `first` the position of the token that the first row draws -> the tokens that come:
     as many as are as drafted, and one more. A stop id is the last."""
-    tokens: list[int] = []
-    for row, draft in zip(logits, (*drafts, None), strict=True):
-        (token,) = sample(row[None], [(request.sampling, first + len(tokens))])
-        tokens.append(token)
-        if token != draft or token in request.stop_ids:
-            break
-    return tokens
+    sampled = sample(logits, [(request.sampling, first + row) for row in range(len(logits))])  # one look for all
+    as_drafted = (t == draft and t not in request.stop_ids for t, draft in zip(sampled[:-1], drafts, strict=True))
+    return sampled[: 1 + sum(takewhile(bool, as_drafted))]
 
 
 def chooser(samplings: Sequence[Sampling], firsts: Sequence[int]) -> Choose:
