@@ -5,7 +5,9 @@ Codes become bf16 or fp16 exactly, inputs are bf16 that hold what the model roun
 sums are fp32; the scale of an FP8 block multiplies the block's sum. A weight in fp16 is the sum of two in bf16: its 11
 bits are 8 and 3 more, and its least, 2^-24, is far from bf16's. K is walked in one order whatever the rows, so a
 row does not depend on its company. A trellis takes three launches: inputs are scaled and rotated into fp16, tiles are
-decoded and multiplied (`exl3_triton._walk`), outputs are rotated back and scaled."""
+decoded and multiplied (`exl3_triton._walk`), outputs are rotated back and scaled. Its K is walked in one order up to 16
+rows, in parts that are added behind one another, and in another, as a whole, by chunks: a row has the same bits
+whatever its company in a step, and the same in any chunk."""
 
 import torch
 import triton
