@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tided.engine import drafting
-from tided.engine.drafting import accepted, block, chooser
+from tided.engine.drafting import Chooser, accepted, block
 from tided.engine.sampling import draw, noise, sample
 from tided.engine.types import Request, Sampling
 from tided.errors import PairError
@@ -43,7 +43,7 @@ def test_the_law_of_what_comes_is_the_targets_whatever_is_drafted(name):
     draws, logits, q = 6000, P.log(), DRAFTERS[name].log()
     first, second, stayed = torch.zeros(5), torch.zeros(5), 0
     for seed in range(draws):
-        choose = chooser([Sampling(seed=seed)], [11])
+        choose = Chooser([Sampling(seed=seed)], [11])
         draft = choose(0, q[None]).tolist()
         tokens = accepted(torch.stack([logits, logits]), draft, request(seed=seed), 11)
         assert tokens[0] == draw(logits, Sampling(seed=seed), noise(seed, 11))
@@ -109,7 +109,7 @@ def test_positions_follow_the_block():
     logits, wanted = torch.zeros(4, 1000), request(seed=3)
     alone = [accepted(logits[:1], [], wanted, 20 + i)[0] for i in range(4)]
     assert accepted(logits, alone[:3], wanted, 20) == alone
-    choose = chooser([Sampling(seed=3), Sampling(seed=4)], [20, 50])
+    choose = Chooser([Sampling(seed=3), Sampling(seed=4)], [20, 50])
     assert [int(choose(place, logits[:2])[0]) for place in range(4)] == alone
 
 
@@ -117,3 +117,24 @@ def test_drafts_that_are_missing_end_the_rank():
     assert block(5, [6, 7], 1) == [5, 6]
     with pytest.raises(PairError, match="3 drafts"):
         block(5, [6, 7], 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_are_drawn_as_tokens_are(temperature):
+    logits = torch.randn(6, 2, 50, generator=torch.Generator().manual_seed(2))
+    samplings = [Sampling(seed=seed, temperature=temperature, top_p=0.9) for seed in (3, 4)]
+    choose = Chooser(samplings, [20, 50])
+    for place, each in enumerate(logits):
+        wanted = sample(each, [(samplings[0], 20 + place), (samplings[1], 50 + place)])
+        assert choose(place, each).tolist() == wanted
+    choose.check()
+
+
+def test_a_drafter_s_logits_that_are_no_numbers_stop_the_pair():
+    """They are noticed behind the last place; the ids until then are some of the vocabulary."""
+    choose, logits = Chooser([Sampling(temperature=0.0), Sampling()], [1, 9]), torch.zeros(2, 5)
+    logits[1, 2] = torch.nan
+    assert int(choose(0, logits).min()) == 0
+    choose(1, torch.zeros(2, 5))
+    with pytest.raises(PairError, match="no numbers"):
+        choose.check()

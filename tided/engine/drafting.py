@@ -13,10 +13,9 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from tided.engine.sampling import sample
+from tided.engine.sampling import drawn_there, no_numbers, sample
 from tided.engine.types import Request, Sampling
 from tided.errors import PairError
-from tided.models.base import Choose
 
 
 def block(token: int, drafts: Sequence[int], count: int) -> list[int]:
@@ -34,11 +33,21 @@ def accepted(logits: Tensor, drafts: Sequence[int], request: Request, first: int
     return sampled[: 1 + sum(takewhile(bool, as_drafted))]
 
 
-def chooser(samplings: Sequence[Sampling], firsts: Sequence[int]) -> Choose:
-    """`firsts`: the position of each lane's first draft."""
+class Chooser:
+    """Draws the drafts of some lanes without looking at the device: place follows place while it computes. `firsts`:
+    the position of each lane's first draft."""
 
-    def choose(place: int, logits: Tensor) -> Tensor:
-        rows = [(sampling, first + place) for sampling, first in zip(samplings, firsts, strict=True)]
-        return torch.tensor(sample(logits, rows), dtype=torch.int64, device=logits.device)
+    def __init__(self, samplings: Sequence[Sampling], firsts: Sequence[int]) -> None:
+        self._lanes = list(zip(samplings, firsts, strict=True))
+        self._drawn: list[Tensor] = []
 
-    return choose
+    def __call__(self, place: int, logits: Tensor) -> Tensor:
+        """logits [R, vocab] -> [R] int64, ids of the vocabulary whatever the logits are: see `check`."""
+        drawn = drawn_there(logits, [(sampling, first + place) for sampling, first in self._lanes])
+        self._drawn.append(drawn)
+        return drawn.clamp_min(0)
+
+    def check(self) -> None:
+        """Looks, once for all places. Raises PairError where logits were no numbers."""
+        if self._drawn and bool((torch.stack(self._drawn) < 0).any()):
+            raise no_numbers()

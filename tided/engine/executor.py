@@ -303,12 +303,13 @@ class Executor:
             lane.drafts, lane.sure = [], []
         open_ = [lane for lane in lanes if lane.draft_room] if wanted else []
         if open_:
-            choose = drafting.chooser(
+            choose = drafting.Chooser(
                 [lane.request.sampling for lane in open_], [lane.state.position + 1 for lane in open_]
             )
             states, anchors = [lane.state for lane in open_], self._ids([lane.token for lane in open_])
             few = (places,) if places else ()
             draft = self.model.propose(states, anchors.to(self._device), choose, *few)
+            choose.check()
             for lane, ids, sure in zip(open_, draft.ids.tolist(), draft.confidence.tolist(), strict=True):
                 lane.drafts, lane.sure = ids[: lane.draft_room], sure[: lane.draft_room]
         self.draft_s = time.perf_counter() - began_s if open_ else 0.0

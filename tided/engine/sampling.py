@@ -63,7 +63,7 @@ def sample(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
     if logits.is_cuda:
         return sample_there(logits, rows)
     if not is_finite(logits):
-        raise _no_numbers()
+        raise no_numbers()
     greedy = [number for number, (sampling, _) in enumerate(rows) if sampling.temperature <= 0]
     best = dict(zip(greedy, first_max(logits[greedy]).tolist(), strict=True)) if greedy else {}
     return [
@@ -73,16 +73,21 @@ def sample(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
 
 
 def sample_there(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
-    """`sample` without looking at the device but once, for the ids; -1 stands for logits that are no numbers."""
+    """`sample` without looking at the device but once, for the ids."""
+    ids: list[int] = drawn_there(logits, rows).tolist()
+    if -1 in ids:
+        raise no_numbers()
+    return ids
+
+
+def drawn_there(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> Tensor:
+    """`sample` without looking at the device -> [R] int64 on it; -1 stands for logits that are no numbers."""
     best = _likeliest(logits)
     for number, (sampling, position) in enumerate(rows):
         if sampling.temperature > 0:
             drawn = draw_there(logits[number], sampling, noise(sampling.seed, position))
             best[number] = torch.where(best[number] < 0, best[number], drawn)
-    ids: list[int] = best.tolist()
-    if -1 in ids:
-        raise _no_numbers()
-    return ids
+    return best
 
 
 def _likeliest(logits: Tensor) -> Tensor:
@@ -94,7 +99,7 @@ def _likeliest(logits: Tensor) -> Tensor:
     return likeliest(logits.contiguous())
 
 
-def _no_numbers() -> PairError:
+def no_numbers() -> PairError:
     return PairError("the model computed logits that are no numbers", hint="restart the pair; check its checkpoint")
 
 
