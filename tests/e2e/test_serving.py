@@ -166,7 +166,7 @@ async def test_traffic_of_one_kind_moves_the_resident_set_towards_it(pair):
 
 
 async def test_why_tells_what_a_request_wanted_and_missed_and_what_was_read_for_it_when(pair):
-    for topic in ("2 + 3", "the sea and 9 ships"):
+    for topic in ("2 + 3", ", and then about ".join(f"the sea and {n} ships" for n in range(2, 12))):
         _, reply = await post(pair.url, ask(f"Tell me all about {topic}.", max_tokens=48))
     status, told = await get(pair.url, f"/v1/requests/{reply['id']}/residency")
     experts = reply["x_engine_stats"]["experts"]
