@@ -60,7 +60,9 @@ class Source(SimpleNamespace):
     """What `EngineClient` needs of an engine. `born[n]`: when the n-th token of every stream was handed over."""
 
     def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop, ids: Sequence[int], streams: int) -> None:
-        super().__init__(residency=Residency(1, 1, 1, ""), expert_reads={}, seq=0, last_step_s=0.0, traces=None)
+        super().__init__(
+            residency=Residency(1, 1, 1, ""), expert_reads={}, data_plane={}, seq=0, last_step_s=0.0, traces=None
+        )
         self.client, self.loop, self.ids, self.streams = client, loop, ids, streams
         self.requests: list[Request] = []
         self.born: list[float] = []
