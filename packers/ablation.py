@@ -4,12 +4,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from packers.headers import TensorInfo, shown
 from packers.overlay import Overlay
 from tided.errors import TensorError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 POINTS = ("attention", "shared", "mlp")
 NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(direction|attention|shared|mlp)")
@@ -37,6 +39,7 @@ def layers_of(overlay: Overlay, layers: int, hidden: int) -> Mapping[int, tuple[
 
 def write(path: Path, edits: Iterable[tuple[int, "np.typing.NDArray[np.float64]", Mapping[str, float]]]) -> None:
     """(layer, direction [hidden], alpha by point): a whole file or none."""
+    import numpy as np
     from safetensors.numpy import save
 
     tensors: dict[str, np.typing.NDArray[np.float32]] = {}

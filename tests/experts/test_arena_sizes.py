@@ -16,8 +16,8 @@ from tided.experts.arena import Arena, SlotClass
 from tided.experts.io import Depths, IoScheduler
 from tided.experts.residents import Residents
 from tided.experts.tables import RoutingTables
-from tided.tide.kinds import first_scores, kinds_of
-from tided.tide.planner import boot_set_of_bytes
+from tided.tide.kinds import first_order, kinds_of
+from tided.tide.planner import boot_set_of_bytes, first_set
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 KINDS = np.array([[0, 1, 2, 0, 1, 2], [2, 1, 0, 2, 1, 0], [0, 0, 1, 1, 2, 2]])
@@ -200,7 +200,7 @@ def test_every_set_of_sizes_has_its_slots(pages, resident, spare, ring):
         assert all(share >= min(slots, 1) for share in shares)
         assert slots <= sum(shares) <= slots + len(shares) * min(slots, 1)
     try:
-        pairs = boot_set_of_bytes(first_scores(2, 6), sizes, kinds.budget_bytes(resident), 2)
+        pairs = boot_set_of_bytes(first_order(kinds.of, first_set(2, 6, 12, 2)), sizes, kinds.budget_bytes(resident), 2)
     except ValueError:
         return
     assert sum(int(sizes[pair]) for pair in pairs) <= sizes.sum() * resident // 12

@@ -194,11 +194,13 @@ def test_notes_do_not_fail_a_check(tidectl: Tidectl) -> None:
 
 def test_profile_list_and_show(tidectl: Tidectl) -> None:
     listed = json.loads(tidectl("profile", "list", "--json").stdout)
-    assert [row["name"] for row in listed["profiles"]] == ["ds41-mxfp4", "mini-deepseek"]
+    assert [row["name"] for row in listed["profiles"]] == [
+        "ds41-mxfp4", "glm53-exl3", "mini-deepseek", "mini-glm",
+    ]  # fmt: skip
     assert all(row["title"] and Path(row["path"]).is_file() for row in listed["profiles"])
     assert "mini-deepseek\n" in tidectl("profile", "list").stdout
     obstacles = {row["name"]: row["obstacles"] for row in listed["profiles"]}
-    assert obstacles["mini-deepseek"] == []
+    assert obstacles["mini-deepseek"] == obstacles["mini-glm"] == []
     shown = json.loads(tidectl("profile", "show", "mini-deepseek", "--json").stdout)
     assert shown["settings"]["experts"]["resident"] == 312
     resident = next(key for key in shown["keys"] if key["key"] == "experts.resident")
