@@ -22,14 +22,13 @@ from typing import Protocol
 
 import torch
 
-from packers.joined import Joined, experts_of
-from tided import guard
 from tided.control.keys import Keys
 from tided.control.lockstep import Follower, Leader, Solo
 from tided.engine.build import OpenedModel, Rank, build_rank, draft_depths, open_model, open_source, scheduler_limits
 from tided.engine.core import Engine, FollowerEngine
 from tided.engine.dataplane import TorchGroup
 from tided.engine.devices import allocating, refuse_shortage, use_device
+from tided.engine.facts import facts_of
 from tided.engine.flight import flight_path
 from tided.engine.leader import LeaderEngine
 from tided.engine.link_probe import LinkSpeed, measure
@@ -91,7 +90,7 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
             pilot = _pilot(opened, history)
             with _phase("handshake", loop):
                 pairs = pilot.boot_pairs()
-                loop.joined(link.gather(_facts(opened), pairs))
+                loop.joined(link.gather(facts_of(opened), pairs))
             with _built(opened, 0, pairs, state_dir, loop) as built:
                 with _phase("other ranks", loop):
                     link.ready(built.residents.digest())
@@ -115,7 +114,7 @@ def _follow(settings: Settings, rank: int, keys: Keys, state_dir: Path, loop: Lo
     with closing(Follower(settings, rank, keys)) as link:
         opened = _open(settings, rank, loop)
         with _phase("handshake", loop):
-            welcome = link.join(_facts(opened))
+            welcome = link.join(facts_of(opened))
             loop.joined(welcome.session)
         with _built(opened, rank, welcome.residents, state_dir, loop) as built:
             link.ready(built.residents.digest())
@@ -166,21 +165,6 @@ def _pilot(opened: OpenedModel, history: History) -> Pilot:
 
 def _router(opened: OpenedModel) -> RouterShape:
     return RouterShape(opened.shape.moe_layers, opened.shape.experts_per_layer, opened.shape.top_k)
-
-
-def _facts(opened: OpenedModel) -> dict[str, str]:
-    device = opened.settings.engine.device
-    processor = torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
-    overlay = opened.checkpoint.overlay
-    dense = opened.checkpoint.dense if isinstance(opened.checkpoint, Joined) else None
-    return guard.facts(
-        opened.settings,
-        experts_of(opened.checkpoint).identity(),
-        dense=dense.identity() if dense else "none",
-        family=opened.shape.family,
-        overlay=f"{overlay.points}, sha256 {overlay.sha256}" if overlay else "none",
-        processor=processor,  # replicated arithmetic must give the same bits
-    )
 
 
 @contextmanager

@@ -11,7 +11,9 @@ from tests.daemon.tiny import GOLDEN
 from tided import boot, guard
 from tided.control.keys import load_keys
 from tided.control.lockstep import Follower
+from tided.engine import facts
 from tided.engine.build import open_model
+from tided.engine.facts import facts_of
 from tided.engine.offline import settings_of
 from tided.errors import PairError, UnavailableError
 
@@ -35,7 +37,7 @@ def test_a_rank_that_was_let_in_hears_why_rank_0_does_not_go_on(tmp_path, monkey
     monkeypatch.setattr(boot, "_open", lambda *_: None)
     monkeypatch.setattr(boot, "_history", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(boot, "_pilot", lambda *_: SimpleNamespace(boot_pairs=list))
-    monkeypatch.setattr(boot, "_facts", lambda *_: {})
+    monkeypatch.setattr(boot, "facts_of", lambda *_: {})
     side = Side()
     leader = threading.Thread(target=boot.run_rank, args=(leaders, 0, keys, tmp_path, side), daemon=True)
     leader.start()
@@ -58,7 +60,19 @@ def _refusal(follower):
 
 def test_the_processor_is_a_fact(monkeypatch):
     opened = open_model(settings_of(GOLDEN))
-    ours = boot._facts(opened)
-    monkeypatch.setattr(boot.torch.backends.cpu, "get_cpu_capability", lambda: "another")
-    differences = guard.compare(ours, boot._facts(opened))
+    ours = facts_of(opened)
+    monkeypatch.setattr(facts.torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    differences = guard.compare(ours, facts_of(opened))
     assert [(name, theirs) for name, _, theirs in differences] == [("processor", "another")]
+
+
+def test_the_tokenizer_is_a_fact_by_its_content(tmp_path):
+    opened = open_model(settings_of(GOLDEN))
+    ours = facts_of(opened)["tokenizer"]
+    whole = (opened.checkpoint.path / "tokenizer.json").read_bytes()
+    found = []
+    for content in (whole, whole + b" ", b""):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        found.append(facts._tokenizer(tmp_path))
+    assert [one == ours for one in found] == [True, False, False]
+    assert facts._tokenizer(tmp_path / "elsewhere") == guard.ABSENT

@@ -6,8 +6,8 @@ from msgspec.structs import replace
 from real_pair import GLM
 from safetensors.torch import load_file, save_file
 
-from tided import boot
 from tided.engine.build import open_model
+from tided.engine.facts import facts_of
 from tided.engine.offline import settings_of
 from tided.guard import compare
 
@@ -23,7 +23,7 @@ def dense_at(path: Path, factor: float) -> Path:
 
 def facts(dense: Path | None) -> dict[str, str]:
     settings = settings_of(GLM)
-    return boot._facts(open_model(replace(settings, model=replace(settings.model, dense=str(dense or "")))))
+    return facts_of(open_model(replace(settings, model=replace(settings.model, dense=str(dense or "")))))
 
 
 def test_ranks_with_other_dense_weights_do_not_pair(tmp_path: Path) -> None:

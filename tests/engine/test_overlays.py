@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from packers.shards import Checkpoint
 from tided import boot
 from tided.engine.build import OpenedModel, open_model
+from tided.engine.facts import facts_of
 from tided.engine.offline import settings_of
 from tided.guard import compare
 from tided.settings import Cache, Engine
@@ -72,7 +73,7 @@ def test_ranks_under_other_files_do_not_pair(overlay: Path, tmp_path: Path) -> N
     raw = bytearray(overlay.read_bytes())
     raw[-1] ^= 1
     other.write_bytes(raw)
-    facts = [boot._facts(opened(file)) for file in (overlay, overlay, other, None)]
+    facts = [facts_of(opened(file)) for file in (overlay, overlay, other, None)]
     assert compare(facts[0], facts[1]) == []
     assert [name for name, *_ in compare(facts[0], facts[2])] == ["overlay"]
     ((name, ours, theirs),) = compare(facts[0], facts[3])

@@ -28,7 +28,7 @@ FLOORS: dict[str, set[str]] = {
     "tided.models": {"kernels", "packers", "tided.experts", "tided.cache", "tided.images.geometry"},
     "tided.engine": {
         "kernels", "packers", "tided.tide", "tided.experts", "tided.cache", "tided.models", "tided.control",
-        "tided.profile",
+        "tided.profile", "tided.guard",
     },
     # Plays the engine's other parts around what decides; policy and decisions are the engine's own.
     "tided.sim": {"tided.tide", "tided.engine.moments", "tided.engine.motion", "tided.control.messages"},
@@ -38,14 +38,13 @@ FLOORS: dict[str, set[str]] = {
     "tided.front": {
         "tided.api", "tided.chat", "tided.engine", "tided.control", "tided.images.geometry", "tided.models", "packers",
     },
-    "tided.boot": {
-        "packers", "tided.tide", "tided.experts", "tided.models", "tided.engine", "tided.control", "tided.guard",
-    },
+    "tided.boot": {"packers", "tided.tide", "tided.experts", "tided.models", "tided.engine", "tided.control"},
     "tided.life": {"tided.front", "tided.boot", "tided.engine", "tided.control"},
     "tided.daemon": {"tided.life", "tided.control", "tided.profile"},
     # A daemon is reached by its files, its socket or HTTP; the offline command computes without one.
     "tidectl": {
-        "packers", "tided.profile", "tided.control.state", "tided.control.files", "tided.engine.offline",
+        "packers", "tided.profile", "tided.guard", "tided.control.state", "tided.control.files", "tided.control.keys",
+        "tided.engine.offline", "tided.engine.build", "tided.engine.facts",
         "tided.engine.synthetic",
         "tided.models.deepseek_v41.limits",
         "tided.engine.packing", "tided.tide", "tided.sim", "tided.chat", "tided.api.chat_request", "tided.api.messages",
