@@ -18,6 +18,13 @@ def show(as_json: bool) -> None:
         print(f"  {name} {found or 'not installed'}")
 
 
+def build() -> dict[str, str | None]:
+    """What a figure depends on: our version, the digest of our code, the libraries below it."""
+    from tided.guard import code_digest
+
+    return {"tidelm": _version("tidelm"), "code": code_digest(), **{name: _version(name) for name in PARTS}}
+
+
 def line() -> str:
     return f"tidelm {_version('tidelm')}"
 

@@ -77,7 +77,7 @@ def receive(parts: Iterable[Any], screen: Screen, where: str) -> Answer:
     content, reasoning = "", ""
     finish_reason, usage, stats = None, dict[str, Any](), dict[str, Any]()
     try:
-        for part in (_read(raw, where) for raw in parts):
+        for part in (read_part(raw, where) for raw in parts):
             usage, stats = part.usage or usage, part.x_engine_stats or stats
             for choice in part.choices:
                 finish_reason = choice.finish_reason or finish_reason
@@ -114,7 +114,7 @@ def _figure(value: object, form: str) -> str:
     return form.format(value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
 
 
-def _read(raw: Any, where: str) -> Part:
+def read_part(raw: Any, where: str) -> Part:
     try:
         return msgspec.convert(raw, Part)
     except msgspec.ValidationError as error:

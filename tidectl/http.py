@@ -45,6 +45,19 @@ def health(url: str, timeout_s: float = CONNECT_S) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
+def context_tokens(url: str, key: str) -> int | None:
+    """The most tokens of one request, by the list of models; None for a server that does not say."""
+    try:
+        with _response(url, "GET", "/v1/models", None, _headers(key), CONNECT_S) as response:
+            body = _json(response.read(MAX_LINE_BYTES)) if response.status == 200 else None
+    except UnavailableError:
+        return None
+    cards = body.get("data") if isinstance(body, dict) else None
+    card = cards[0] if isinstance(cards, list) and cards and isinstance(cards[0], dict) else {}
+    found = card.get("max_model_len") or card.get("context_length")
+    return found if isinstance(found, int) else None
+
+
 def trace(url: str, key: str, request_id: str) -> dict[str, Any]:
     """What became of the experts that a request wanted; `latest`: of the newest that has ended."""
     path = f"/v1/requests/{quote(request_id, safe='')}/residency"

@@ -124,13 +124,22 @@ class Living:
     def turn(self, times: int = 1) -> None:
         """Where there is nothing to do, other threads get a moment."""
         for _ in range(times):
-            if not self.engine.turn():
+            if not self._turned():
                 time.sleep(0.0005)
+
+    def _turned(self) -> bool:
+        """One turn. Where another rank ended first, and this one only waits in vain, the error is that rank's."""
+        try:
+            return self.engine.turn()
+        except threading.BrokenBarrierError:
+            if self.faults:
+                raise self.faults[-1] from None
+            raise
 
     def rest(self, timeout_s: float = 120) -> None:
         """Until nothing is to be done, nothing is being read, and the other ranks are as far."""
         deadline_s = time.monotonic() + timeout_s
-        while self.engine.turn() or self.engine._reading or any(o.seq < self.engine.seq for o in self.others):
+        while self._turned() or self.engine._reading or any(o.seq < self.engine.seq for o in self.others):
             self.turn()
             assert time.monotonic() < deadline_s, "the engine does not come to rest"
             assert not self.faults, self.faults

@@ -1,0 +1,107 @@
+"""`tidectl bench verify`: a receipt read strictly, and its runs made again."""
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tidectl.bench import measure, run
+from tidectl.bench.cases import BY_NAME, Sizes
+from tidectl.bench.receipt import CaseResult, Receipt, Spread, read
+from tidectl.output import console, emit, plain, say
+
+LOWER_IS_BETTER = {"ttft_s"}
+
+
+class Verdict(NamedTuple):
+    """`slower`: of the headline figure, how much worse than the receipt's median; below 0: better. `same`: answers with
+    the text of the receipt's."""
+
+    case: str
+    figure: str
+    receipt: Spread
+    now: Spread
+    slower: float
+    same: int
+    answers: int
+
+
+def verify(path: Path, target: measure.Target | None, tolerance: float, as_json: bool) -> int:
+    """0: it is whole, and what was run again is at most `tolerance` slower; else 1. Without a target nothing is run."""
+    receipt = read(path)
+    if target is None:
+        say(f"{path}: whole; {len(receipt.cases)} cases of {receipt.made}, their figures follow from their runs")
+        if as_json:
+            emit("bench.verify/1", {"receipt": str(path), "digest": receipt.digest, "verdicts": []})
+        return 0
+    now = run.measured(asked_again(receipt, target), options_of(receipt))
+    verdicts = [judge(old, new) for old, new in zip(receipt.cases, now.cases, strict=True)]
+    differing = differences(receipt, now)
+    if as_json:
+        rows = [
+            verdict._asdict() | {"receipt": _dict(verdict.receipt), "now": _dict(verdict.now)} for verdict in verdicts
+        ]
+        emit("bench.verify/1", {"receipt": str(path), "differs": differing, "verdicts": rows, "tolerance": tolerance})
+    else:
+        _show(verdicts, differing)
+    return int(any(verdict.slower > tolerance for verdict in verdicts))
+
+
+def asked_again(receipt: Receipt, target: measure.Target) -> measure.Target:
+    """The receipt's way of asking, at this server."""
+    names = ("model", "temperature", "fidelity", "thinking")
+    return target._replace(**{name: receipt.settings[name] for name in names})
+
+
+def options_of(receipt: Receipt) -> run.Options:
+    sizes = Sizes(**{name: receipt.settings[name] for name in Sizes._fields})
+    return run.Options(receipt.settings["cases"], sizes, receipt.settings["repetitions"], None)
+
+
+def judge(old: CaseResult, new: CaseResult) -> Verdict:
+    figure = BY_NAME[old.name].headline
+    before, now = old.summary[figure], new.summary[figure]
+    ratio = before.median / now.median if now.median else 0.0
+    slower = (1 / ratio if ratio else 1.0) - 1 if figure in LOWER_IS_BETTER else ratio - 1
+    texts = [(mine, other) for mine, other in zip(_texts(old), _texts(new), strict=True)]
+    return Verdict(old.name, figure, before, now, round(slower, 4), sum(a == b for a, b in texts), len(texts))
+
+
+def differences(old: Receipt, new: Receipt) -> list[str]:
+    """What was different about the server or the client: where something is, figures and texts may differ rightly."""
+    pairs = {
+        "build": (old.build, new.build),
+        "machine": (_without(old.machine, "load"), _without(new.machine, "load")),
+        "model": (old.server["before"].get("model"), new.server["before"].get("model")),
+        "settings": (old.server["before"].get("engine_config"), new.server["before"].get("engine_config")),
+    }
+    return [name for name, (one, other) in pairs.items() if one != other]
+
+
+def _without(facts: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if key != name}
+
+
+def _texts(case: CaseResult) -> list[str]:
+    return [request.sha256 for groups in case.repetitions for group in groups for request in group.requests]
+
+
+def _dict(spread: Spread) -> dict[str, float]:
+    return {"median": spread.median, "least": spread.least, "most": spread.most}
+
+
+def _show(verdicts: list[Verdict], differing: list[str]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(box=box.SIMPLE_HEAD)
+    for name in ("case", "figure", "receipt", "now", "worse by", "same text"):
+        drawn.add_column(name)
+    for found in verdicts:
+        cells = (
+            found.case, found.figure, f"{found.receipt.median:g}", f"{found.now.median:g}", f"{found.slower:+.1%}",
+            f"{found.same} of {found.answers}",
+        )  # fmt: skip
+        drawn.add_row(*map(plain, cells))
+    console(sys.stdout).print(drawn)
+    if differing:
+        say(f"not the same as then: {', '.join(differing)}", "yellow")
