@@ -34,3 +34,11 @@ def profile_show(file: Profile, json: Json = False) -> None:
     from tidectl import profile_commands, profiles
 
     profile_commands.show(profiles.find(file), json)
+
+
+@profile.command("reference")
+def profile_reference() -> None:
+    """Print every key that a profile may have, as a page of Markdown."""
+    from tidectl import reference
+
+    print(reference.markdown(), end="")
