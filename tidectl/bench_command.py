@@ -35,8 +35,8 @@ def run(
     prompt_tokens: Annotated[int, typer.Option(metavar="N", min=16, help="Tokens of a long prompt.")] = 8192,
     streams: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Answers at once, in `streams`.")] = 4,
     repeat: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Runs of each case.")] = 3,
-    temperature: Annotated[float, typer.Option(min=0, max=2)] = 0.6,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and answers.")] = 1,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0, max=2, help="Of the draws.")] = 0.6,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of prompts and answers.")] = 1,
     fidelity: Annotated[str, typer.Option(metavar="NAME", help="fast, balanced or exact, of a TideLM server.")] = "",
     thinking: Annotated[bool | None, typer.Option(help="Whether the model thinks first.")] = None,
     receipt: Annotated[Path | None, typer.Option(metavar="FILE", help="To write.")] = None,
@@ -71,7 +71,7 @@ def verify(
     replay: Annotated[bool, typer.Option(help="Run its cases again.")] = True,
     url: Url = None,
     api_key: ApiKey = None,
-    tolerance: Annotated[float, typer.Option(min=0, help="How much slower than the receipt is no failure.")] = 0.15,
+    tolerance: Annotated[float, typer.Option(metavar="SHARE", min=0, help="How much slower than the receipt is no failure.")] = 0.15,
     json: Json = False,
 ) -> None:
     """Check a receipt: that it is whole and adds up, and that its runs can be made again.
