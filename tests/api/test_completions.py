@@ -122,6 +122,10 @@ async def test_a_stop_string_is_found_over_pieces_in_all_text(server, engine):
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "max_tokens": 0, "logprobs": 1, "echo": False}, "max_tokens"),
         ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 0, "prompt_logprobs": 101}, "prompt_logprobs"),
+        ({"prompt": "a", "adapt": False}, "adapt"),
+        ({"prompt": "a", "adapt": False, "prompt_logprobs": 1}, "adapt"),
+        ({"prompt": "a", "adapt": False, "max_tokens": 0, "echo": True}, "adapt"),
         ({"prompt": "a", "max_tokens": False, "echo": True}, "max_tokens"),
         ({"prompt": "a", "n": 5}, "n"),
     ],
@@ -138,7 +142,8 @@ def scores_of(engine, answer: str = "", parts: int = 2):
         running.start()
         ids = running.request.prompt_ids
         told = [
-            TokenLogprob(token_id, -float(at), [(token_id, -float(at)), (3, -9.0)]) for at, token_id in enumerate(ids)
+            TokenLogprob(token_id, -float(at), [(4, -0.5), (token_id, -float(at)), (3, -9.0)], 2)
+            for at, token_id in enumerate(ids)
         ]
         cut = -(-len(told) // parts)
         for at in range(1, len(told), cut):
@@ -173,7 +178,7 @@ async def test_a_prompt_is_scored_and_nothing_is_answered(server, engine, tokeni
     body = {"prompt": "the tide 🌊 goes", "echo": True, "logprobs": 2, "max_tokens": 0}
     choice, completion_tokens = await choice_of(server, body, stream)
     ids = engine.request.prompt_ids
-    assert (engine.request.scored, engine.request.logprobs) == (True, 2)
+    assert (engine.request.scored, engine.request.scored_top, engine.request.adapts) == (True, 2, True)
     assert (choice["text"], choice["finish_reason"], completion_tokens) == (body["prompt"], "length", 0)
     told = choice["logprobs"]
     assert told["token_logprobs"] == [None, *(-float(at) for at in range(1, len(ids)))]
@@ -198,6 +203,43 @@ async def test_a_prompt_is_scored_before_its_answer(server, engine, stream):
     offsets = choice["logprobs"]["text_offset"]
     assert offsets == sorted(offsets)
     assert len({len(values) for values in choice["logprobs"].values()}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_s_tokens_are_told_by_id_with_their_ranks(server, engine, stream):
+    """The shape is vLLM's, so that a client of one reads the other."""
+    scores_of(engine)
+    body = {"prompt": [5, 6, 7], "prompt_logprobs": 1, "max_tokens": 0, "adapt": False}
+    reply = await server.stream(body, **PATH) if stream else (await server.ask(body, **PATH))[1]
+    chunks = data(reply) if stream else [reply]
+    assert (engine.request.scored, engine.request.scored_top, engine.request.adapts) == (True, 1, False)
+    assert engine.request.logprobs is None
+    choices = [one for chunk in chunks for one in chunk["choices"]]
+    assert "".join(one["text"] for one in choices) == ""
+    assert choices[0]["logprobs"] is None
+    [told] = [one["prompt_logprobs"] for one in choices if "prompt_logprobs" in one]
+    assert told[0] is None
+    assert [list(one) for one in told[1:]] == [["6", "4"], ["7", "4"]]
+    assert told[2]["7"] | {"decoded_token": ""} == {"logprob": -2.0, "rank": 2, "decoded_token": ""}
+    assert told[2]["4"]["rank"] == 1
+
+
+async def test_an_echo_and_ids_tell_of_as_many_as_each_was_asked_for(server, engine):
+    scores_of(engine)
+    body = {"prompt": [5, 6], "echo": True, "logprobs": 1, "prompt_logprobs": 3, "max_tokens": 0}
+    _, reply = await server.ask(body, **PATH)
+    [choice] = reply["choices"]
+    assert engine.request.scored_top == 3
+    assert len(choice["logprobs"]["top_logprobs"][1]) == 1
+    assert list(choice["prompt_logprobs"][1]) == ["6", "4", "3"]
+
+
+async def test_what_one_reply_tells_of_a_prompt_is_bounded(server, engine, monkeypatch):
+    monkeypatch.setattr("tided.api.completions_request.MAX_SCORES", 100)
+    error = await server.refused({"prompt": [5] * 34, "prompt_logprobs": 2, "max_tokens": 0}, **PATH)
+    assert error["param"] == "prompt"
+    scores_of(engine)
+    await server.ask({"prompt": [5] * 33, "prompt_logprobs": 2, "max_tokens": 0}, **PATH)
 
 
 async def test_a_spelled_token_takes_its_place_in_the_text(server, engine):

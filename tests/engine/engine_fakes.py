@@ -97,7 +97,11 @@ class FakeModel:
     def prefill(self, lane, token_ids, logits, pictured=None):
         self.calls.append(("prefill", len(token_ids)))
         rows = torch.stack([self._append(lane, token) for token in token_ids.tolist()])
-        return {"none": None, "last": rows[-1:], "all": rows}[logits]
+        return {"none": None, "last": rows[-1:], "all": rows, "rows": rows}[logits]
+
+    def logits(self, rows):
+        self.calls.append(("head", len(rows)))
+        return rows
 
     def decode(self, lanes, token_ids):
         self.calls.append(("decode", len(lanes)))

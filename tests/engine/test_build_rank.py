@@ -88,8 +88,6 @@ def test_the_scheduler_gets_every_limit_from_the_profile():
     limits = scheduler_limits(settings)
     assert (limits.lanes, limits.queue, limits.context_tokens, limits.pool_tokens) == (3, 7, 100, 300)
     assert (limits.prefill_share, limits.look_rows) == (0.2, 9)
-    bounded = replace(settings, model=replace(settings.model, decoder_replay="bounded"))
-    assert (limits.can_score, scheduler_limits(bounded).can_score) == (True, False)
     assert (limits.page_tokens, limits.chunk_tokens, limits.swaps, limits.guard_every_steps) == (128, 512, 5, 11)
     assert (limits.draft_tokens, scheduler_limits(settings, 5).draft_tokens) == (0, 5)
 

@@ -1,6 +1,5 @@
-"""What a request asks of its logits: bias, penalties, bans, a grammar's mask, and log probabilities."""
+"""What a request asks of its logits: bias, penalties, bans, a grammar's mask."""
 
-import math
 from collections import Counter
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tided.engine.logits import BANNED, logprobs, shaped
+from tided.engine.logits import BANNED, shaped
 from tided.engine.sampling import sample
 from tided.engine.types import Request, Sampling
 
@@ -105,19 +104,6 @@ def test_no_stop_id_is_drawn_before_min_tokens():
 def test_a_plain_request_s_row_is_not_copied():
     row = torch.zeros(VOCAB)
     assert shaped(row, request(), [], 3, None) is row
-
-
-@settings(max_examples=60, deadline=None)
-@given(rows, tokens, st.integers(0, 20))
-def test_logprobs_are_of_the_whole_distribution_and_the_likeliest_come_first(row, token, most):
-    got = logprobs(row, token, most)
-    total = math.log(sum(math.exp(x) for x in row.double().tolist()))
-    assert got.logprob == pytest.approx(row[token].item() - total, abs=1e-6)
-    assert len(got.top) == most
-    values = sorted(row.tolist(), reverse=True)[:most]
-    assert [value for _, value in got.top] == pytest.approx([value - total for value in values], abs=1e-6)
-    assert all(value == pytest.approx(row[token_id].item() - total, abs=1e-6) for token_id, value in got.top)
-    assert len({token_id for token_id, _ in got.top}) == most
 
 
 @pytest.mark.parametrize(

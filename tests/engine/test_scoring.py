@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from engine_fakes import LIMITS, Bench, request
+from engine_fakes import LIMITS, Bench, FakePilot, request
 from msgspec.structs import replace
-from real_pair import Served
-from test_caches import LONG, RAM, ask, model
+from real_pair import GLM, GOLDEN, Served, opened
+from test_caches import LONG, PROMPT, RAM, ask, model
 
 from tided.engine.build import build_rank
 from tided.engine.offline import first_pairs, teacher_forced
-from tided.engine.scheduler import SCORED_TOKENS, Limits
+from tided.engine.scheduler import Limits
+from tided.engine.score import SCORED_ROWS
 from tided.engine.types import Scored, Tokens
 from tided.errors import RequestError
 from tided.models.parallel import Alone
@@ -20,7 +21,7 @@ def limits(**changes) -> Limits:
 
 
 def scored(request, top: int = 0):
-    return replace(request, scored=True, logprobs=top)
+    return replace(request, scored=True, scored_top=top)
 
 
 def scores(events, name: str) -> list:
@@ -43,18 +44,57 @@ def test_every_token_but_the_first_is_told_before_the_answer_whatever_the_chunk(
     plain.finish()
     assert bench.tokens("a") == plain.tokens("a")
     assert scores(plain.events, "a") == []
-    # Logits of a whole chunk are memory: no more rows at once than are allowed for.
-    assert max(count for kind, count in bench.model.calls if kind == "prefill") <= min(chunk, SCORED_TOKENS)
+    # The chunks are those of any prompt; logits of a whole chunk are memory, so fewer rows are there at once.
+    assert [one for one in bench.model.calls if one[0] != "head"] == plain.model.calls
+    assert max(rows for kind, rows in bench.model.calls if kind == "head") <= min(chunk, SCORED_ROWS)
 
 
-def test_a_profile_that_computes_last_rows_only_refuses():
-    bench = Bench(limits=limits(can_score=False))
-    with pytest.raises(RequestError, match="decoder_replay"):
-        bench.submit(scored(request("a")))
-    bench.submit(request("b"))
+@pytest.mark.parametrize("ring", [0, 2])
+def test_nobody_learns_from_a_prompt_that_leaves_the_experts_alone(ring):
+    """No vote, no plan, no hot read; beside it others do as if it were not there."""
+    quiet = replace(scored(request("quiet", prompt=40, max_tokens=1)), adapts=False)
+    pilot = FakePilot()
+    bench = Bench(pilot=pilot, ring_slots=ring)
+    bench.submit(quiet)
     bench.finish()
-    assert bench.faults == []
-    assert bench.tokens("b")
+    assert len(scores(bench.events, "quiet")) == 39
+    assert {what for what, _ in pilot.told} <= {"idle"}
+    assert not any(step.change for step in bench.link.sent)
+    assert bench.engine.executor.tap.take_wanted().rows.sum() == 0
+    bench.submit(replace(quiet, request_id="loud", adapts=True))
+    bench.finish()
+    assert [what for what, _ in pilot.told if what != "idle"] == ["prompt", "request"]
+    assert any(step.change for step in bench.link.sent) == bool(ring)
+
+
+@pytest.mark.parametrize("changes", [{"max_tokens": 2}, {"scored": False}], ids=str)
+def test_an_answer_always_counts(changes):
+    quiet = replace(scored(request("quiet", max_tokens=1)), adapts=False)
+    with pytest.raises(RequestError, match="leave the experts alone"):
+        Bench().submit(replace(quiet, **changes))
+
+
+@pytest.mark.parametrize("path", [GOLDEN, GLM], ids=["deepseek", "glm"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_exact_scores_at_a_small_budget_are_those_of_all_experts(path, ranks):
+    asked = [scored(replace(ask(name, PROMPT[:90], 1), fidelity=name), 3) for name in ("fast", "exact")]
+    total = {GOLDEN: 80, GLM: 64}[path]
+    whole = Served(opened(1, path=path, resident=total), asked[:1])
+    served = Served(opened(ranks, path=path, resident=total // 2), asked)
+    assert served.faults == []
+    told = {name: scores(served.events, name) for name in ("fast", "exact")}
+    wanted = scores(whole.events, "fast")
+    if ranks == 1:
+        assert told["exact"] == wanted
+    assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in zip(told["exact"], wanted, strict=True))
+    assert any(abs(a.logprob - b.logprob) > 1e-2 for a, b in zip(told["fast"], wanted, strict=True))
+
+
+def test_a_bounded_replay_scores_the_same():
+    asked = scored(ask("a", LONG, 1), 2)
+    bounded, full = (Served(model(1, chunk=200, replay=replay), [asked]) for replay in ("bounded", "full"))
+    assert scores(bounded.events, "a") == scores(full.events, "a")
+    assert len(scores(full.events, "a")) == len(LONG) - 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

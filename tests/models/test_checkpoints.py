@@ -203,7 +203,12 @@ def test_a_pool_that_is_full_leaves_lanes_as_they_were(prompt):
     assert torch.equal(model.decode([second], torch.tensor([5])), wanted)
 
 
-def test_logits_of_all_rows_need_the_whole_path(prompt):
-    model = load_model(decoder_replay="bounded")
-    with pytest.raises(ConfigError, match="whole path"):
-        model.prefill(model.open_lane(0), prompt, "all")
+@pytest.mark.parametrize("wanted", ["all", "rows"])
+def test_where_every_row_is_asked_for_every_row_takes_the_whole_path(prompt, wanted):
+    bounded, full = (load_model(decoder_replay=replay) for replay in ("bounded", "full"))
+    rows = [model.prefill(model.open_lane(0), prompt, wanted) for model in (bounded, full)]
+    assert len(rows[0]) == len(prompt)
+    assert torch.equal(*rows)
+    assert torch.equal(
+        full.logits(rows[1]) if wanted == "rows" else rows[1], full.prefill(full.open_lane(1), prompt, "all")
+    )

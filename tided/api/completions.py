@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from tided.api.answers import Answers, Piece
-from tided.api.completions_request import prepare_completion
+from tided.api.completions_request import PreparedCompletion, prepare_completion
 from tided.api.context import CONTEXT, NOTE
 from tided.api.errors import error_body
 from tided.api.exchange import answer_in_pieces, answer_whole, receive
@@ -27,7 +27,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         chat = completion.prepared[0].chat
         answers = Answers(context.engine, completion.prepared, context.served, context.limits.keepalive_s, each=chat.n)
     request[NOTE].generation = answers
-    wire = CompletionWire(answers, completion.echoes, context.served, context.fingerprint)
+    wire = CompletionWire(answers, completion, context.served, context.fingerprint)
     try:
         if chat.stream:
             return await answer_in_pieces(request, context, answers, wire, request[NOTE])
@@ -39,13 +39,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
 class CompletionWire:
     """`exchange.Writer` of completions."""
 
-    def __init__(self, answers: Answers, echoes: Sequence[str], served: ServedModel, fingerprint: str) -> None:
-        self._answers, self._chat, self._echoes = answers, answers.prepared.chat, list(echoes)
+    def __init__(self, answers: Answers, completion: PreparedCompletion, served: ServedModel, fingerprint: str) -> None:
+        echoes, self._of_echo, self._by_id = completion.echoes, completion.echo_logprobs, completion.prompt_logprobs
+        self._answers, self._chat, self._echoes = answers, answers.prepared.chat, echoes
         self._id, self._created = answers.prepared.request.request_id, int(time.time())
         self._model, self._fingerprint = served.settings.model.served_name, fingerprint
         self._logprobs = LogprobJson(served.tokenizer)
         self._offsets = [len(echo) for echo in echoes]  # characters of text that log probabilities were given for
-        self._echoed = [not echo for echo in echoes]
+        self._echoed = [not echo and self._by_id is None for echo in echoes]
         self._ended = [False] * len(answers.generations)
 
     def begin(self) -> str:
@@ -59,11 +60,13 @@ class CompletionWire:
 
     def _echo(self, at: int) -> dict[str, Any]:
         self._echoed[at] = True
-        generation, echo = self._answers.generations[at], self._echoes[at]
-        told = None
-        if generation.prepared.request.scored:
-            told = self._logprobs.prompt(generation.prepared.request.prompt_ids, generation.reader.scores, echo)
-        return {"index": at, "text": echo, "logprobs": told, "finish_reason": None}
+        generation, echo, told = self._answers.generations[at], self._echoes[at], None
+        request, scores = generation.prepared.request, generation.reader.scores
+        if self._of_echo is not None:
+            told = self._logprobs.prompt(request.prompt_ids, scores, echo, self._of_echo)
+        choice = {"index": at, "text": echo, "logprobs": told, "finish_reason": None}
+        by_id = {} if self._by_id is None else {"prompt_logprobs": self._logprobs.by_id(scores, self._by_id)}
+        return choice | by_id
 
     def pieces(self, deltas: Sequence[Piece]) -> str:
         return data(self._pieces(deltas))
@@ -138,4 +141,4 @@ def _joined(echo: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     """One choice of the prompt and its answer."""
     first, then = echo["logprobs"], answer["logprobs"]
     both = {name: first[name] + then[name] for name in then} if first and then else then
-    return answer | {"text": echo["text"] + answer["text"], "logprobs": both}
+    return echo | answer | {"text": echo["text"] + answer["text"], "logprobs": both}

@@ -25,17 +25,23 @@ from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import Request
 from tided.errors import ContextOverflowError, RequestError
 
-MAX_PROMPTS, MAX_LOGPROBS, DEFAULT_MAX_TOKENS = 8, 5, 16
+MAX_PROMPTS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, DEFAULT_MAX_TOKENS = 8, 5, 100, 16
+MAX_SCORES = 2_000_000
+"""Log probabilities of a prompt's tokens that one reply holds: they are kept until it is told."""
 
 
 class PreparedCompletion(msgspec.Struct, frozen=True):
-    """`prepared`: prompt by prompt, `n` of each. `echoes`: what stands before each answer's text."""
+    """`prepared`: prompt by prompt, `n` of each. `echoes`: what stands before each answer's text. `echo_logprobs`: how
+    many of the likeliest tokens are told beside each of an echo's; None: they are not told. `prompt_logprobs`: how
+    many of the likeliest tokens are told beside each of the prompt's, by id; None: not by id."""
 
     prepared: list[Prepared]
     echoes: list[str]
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def without_stats(self) -> "PreparedCompletion":
-        return PreparedCompletion([one.without_stats() for one in self.prepared], self.echoes)
+        return msgspec.structs.replace(self, prepared=[one.without_stats() for one in self.prepared])
 
 
 def prepare_completion(body: bytes | bytearray, served: ServedModel, alive: Callable[[], None]) -> PreparedCompletion:
@@ -51,8 +57,14 @@ def prepare_completion(body: bytes | bytearray, served: ServedModel, alive: Call
 
 
 def _prepared(fields: Fields, served: ServedModel, alive: Callable[[], None]) -> PreparedCompletion:
-    chat = _chat(fields, served)
+    by_id = fields.integer("prompt_logprobs", 0, MAX_PROMPT_LOGPROBS)
+    chat = _chat(fields, served, by_id is not None)
     reply_id, echo = new_id("cmpl-"), fields.boolean("echo") or False
+    echo_logprobs = chat.logprobs if echo else None
+    told = [most for most in (echo_logprobs, by_id) if most is not None]
+    adapts = fields.boolean("adapt") is not False
+    if not adapts and not (told and chat.max_tokens == 0):
+        refuse("adapt", "false is for prompts that are scored, without an answer (max_tokens 0)")
     # The engine always draws one: of a prompt that is only looked at it is not told.
     max_tokens = DEFAULT_MAX_TOKENS if chat.max_tokens is None else max(chat.max_tokens, 1)
     prepared, echoes = [], []
@@ -60,6 +72,10 @@ def _prepared(fields: Fields, served: ServedModel, alive: Callable[[], None]) ->
         ids = _ids(fields, prompt, served, max_tokens, alive)
         if len(ids) + max_tokens > served.context_tokens:
             raise ContextOverflowError(served.context_tokens, len(ids), max_tokens)
+        if told and len(ids) * (1 + max(told)) > MAX_SCORES:
+            refuse(
+                "prompt", f"{len(ids)} tokens with {max(told)} log probabilities each, at most {MAX_SCORES} are told"
+            )
         request = Request(
             request_id=reply_id,
             prompt_ids=ids,
@@ -70,7 +86,9 @@ def _prepared(fields: Fields, served: ServedModel, alive: Callable[[], None]) ->
             min_tokens=chat.min_tokens,
             loop_break=chat.loop_break,
             logprobs=chat.logprobs,
-            scored=echo and chat.logprobs is not None,
+            scored=bool(told),
+            scored_top=max(told, default=0),
+            adapts=adapts,
             cache_salt=chat.cache_salt,
         )
         one = Prepared(chat, Prompt((), "content", leading=False), request)
@@ -78,11 +96,11 @@ def _prepared(fields: Fields, served: ServedModel, alive: Callable[[], None]) ->
         prepared += [one.variant(f"{reply_id}-{k}" if k else reply_id, k - at * chat.n) for k in numbers]
         text = prompt if isinstance(prompt, str) else served.tokenizer.decoder().feed(prompt)
         echoes += [text if echo else ""] * chat.n
-    return PreparedCompletion(prepared, echoes)
+    return PreparedCompletion(prepared, echoes, echo_logprobs, by_id)
 
 
-def _chat(body: Fields, served: ServedModel) -> ChatRequest:
-    """The fields that a completion shares with a chat."""
+def _chat(body: Fields, served: ServedModel, is_scored: bool) -> ChatRequest:
+    """The fields that a completion shares with a chat. `is_scored`: something is told of the prompt."""
     vocabulary_tokens = served.tokenizer.vocabulary_tokens
     served.check_model(body.string("model"))
     if body.string("suffix"):
@@ -92,8 +110,8 @@ def _chat(body: Fields, served: ServedModel) -> ChatRequest:
         refuse("best_of", "is only supported where it equals n")
     given = body.integer("max_completion_tokens", 1), body.integer("max_tokens", 0)
     max_tokens = given[1] if given[0] is None else given[0]
-    if max_tokens == 0 and not body.boolean("echo"):
-        refuse("max_tokens", "0 says nothing without echo; expected an integer of at least 1")
+    if max_tokens == 0 and not body.boolean("echo") and not is_scored:
+        refuse("max_tokens", "0 says nothing without echo or prompt_logprobs; expected an integer of at least 1")
     options = body.fields("stream_options")
     return ChatRequest(
         conversation=Conversation(messages=(), thinking=False),

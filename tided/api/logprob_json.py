@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import TokenLogprob
 
@@ -37,16 +39,32 @@ class LogprobJson:
             offset += len(lists["tokens"][-1])
         return lists
 
-    def prompt(self, ids: Sequence[int], scores: Sequence[TokenLogprob], shown: str) -> dict[str, list[Any]]:
+    def prompt(self, ids: Sequence[int], scores: Sequence[TokenLogprob], shown: str, most: int) -> dict[str, list[Any]]:
         """Of a prompt's tokens, the first of which nothing is told; `shown`: the prompt as the reply repeats it, which
-        may lack its beginning token."""
+        may lack its beginning token; `most`: of the likeliest tokens, no more are told."""
         lists, decoder, offset = _lists(), self._tokenizer.decoder(), 0
+        scores = [structs.replace(one, top=one.top[:most]) for one in scores]
         for token_id, one in zip(ids, [None, *scores], strict=True):
             spelling = self._spellings.get(token_id, "")
             self._append(lists, self.text(token_id), one, offset)
             there = spelling and shown.startswith(spelling, offset)
             offset += len(spelling) if there else len(decoder.feed([token_id]))
         return lists
+
+    def by_id(self, scores: Iterable[TokenLogprob], most: int) -> list[dict[str, Any] | None]:
+        """Of a prompt's tokens, as vLLM shows them: by token id, of the first nothing. The prompt's own token comes
+        first, then the `most` likeliest."""
+        return [None, *(self._ranked(one, most) for one in scores)]
+
+    def _ranked(self, one: TokenLogprob, most: int) -> dict[str, Any]:
+        likeliest = [(token_id, value, at) for at, (token_id, value) in enumerate(one.top[:most], 1)]
+        told = {
+            token_id: (value, rank) for token_id, value, rank in ((one.token_id, one.logprob, one.rank), *likeliest)
+        }
+        return {
+            str(token_id): {"logprob": max(value, LEAST), "rank": rank, "decoded_token": self.text(token_id)}
+            for token_id, (value, rank) in told.items()
+        }
 
     def _append(self, lists: dict[str, list[Any]], text: str, one: TokenLogprob | None, offset: int) -> None:
         lists["tokens"].append(text)

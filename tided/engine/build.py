@@ -291,5 +291,4 @@ def scheduler_limits(settings: Settings, draft_tokens: int = 0) -> Limits:
         draft_tokens=draft_tokens,
         snapshots=settings.cache.prefix_ram_bytes + settings.cache.prefix_disk_bytes > 0,
         prefill_share=settings.engine.prefill_share,
-        can_score=settings.model.decoder_replay == "full",
     )

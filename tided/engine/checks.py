@@ -25,14 +25,13 @@ def check_request(request: Request, limits: Limits, vocab_size: int) -> None:
             f"fidelity {request.fidelity} is off here: the profile has no slots for it (tide.sync_slots = 0)",
             param="fidelity",
         )
-    if request.scored and not limits.can_score:
+    if not request.adapts and (request.max_tokens > 1 or not request.scored):
         raise RequestError(
-            "a prompt cannot be scored here: the profile computes its last rows only (model.decoder_replay = bounded)",
-            param="echo",
+            "only a prompt that is scored, without an answer, may leave the experts alone", param="adapt"
         )
     if any(not 0 <= token_id < vocab_size for token_id in request.sampling.logit_bias):
         raise RequestError(f"a token id is not from 0 to {vocab_size - 1}", param="logit_bias")
-    if request.min_tokens < 0 or (request.logprobs or 0) < 0:
+    if request.min_tokens < 0 or (request.logprobs or 0) < 0 or request.scored_top < 0:
         raise RequestError("min_tokens and logprobs are from 0 on", param="min_tokens")
     check_sampling(request.sampling)
 

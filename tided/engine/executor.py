@@ -14,9 +14,10 @@ from tided.cache.chain import Chain
 from tided.control.messages import Admission, Change, Decode, Load, Prefill, Step
 from tided.engine import drafting
 from tided.engine.caching import Caching
-from tided.engine.logits import logprobs, shaped
+from tided.engine.logits import shaped
 from tided.engine.ports import Residents
 from tided.engine.sampling import sample
+from tided.engine.score import logprobs, scores
 from tided.engine.sight import Sight
 from tided.engine.types import Request, TokenLogprob
 from tided.errors import PairError
@@ -240,11 +241,12 @@ class Executor:
             ids = torch.tensor(prompt[work.start : end], dtype=torch.int64)
             pictured = self.sight.of_chunk(work.lane, lane.request, work.start, end)
             last = end == len(prompt)
-            wanted: Literal["none", "last", "all"] = "all" if lane.request.scored else "last" if last else "none"
+            wanted: Literal["none", "last", "rows"] = "rows" if lane.request.scored else "last" if last else "none"
             logits = self.model.prefill(lane.state, ids, wanted, pictured)
-            if lane.request.scored and logits is not None:
-                outcome.scores = _scores(logits, prompt[work.start + 1 : end + 1], lane.request.logprobs or 0)
-                logits = logits[-1:] if last else None
+            if wanted == "rows" and logits is not None:
+                following = prompt[work.start + 1 : end + 1]
+                outcome.scores = scores(self.model.logits, logits, following, lane.request.scored_top)
+                logits = self.model.logits(logits[-1:]) if last else None
             lane.logits = logits if self.caching.plan.snapshots else None
         else:
             logits = None if lane.logits is None else lane.logits.to(self._device)
@@ -324,7 +326,8 @@ class Executor:
             if lane.request.sampling.penalised:
                 lane.drawn.append(token)
             if lane.request.logprobs is not None:
-                outcome.logprobs.setdefault(index, []).append(logprobs(logits[number], token, lane.request.logprobs))
+                told = logprobs(logits[number : number + 1], [token], lane.request.logprobs)
+                outcome.logprobs.setdefault(index, []).extend(told)
         outcome.tokens += zip(indices, tokens, strict=True)
 
     def _shaped(self, indices: list[int], logits: Tensor) -> Tensor:
@@ -348,8 +351,3 @@ class Executor:
         now.update(self.tap.counts.to(torch.int32).cpu().numpy().tobytes())
         now.update(self.tap.totals[:, [0, 1, 4, 5]].to(torch.int64).cpu().numpy().tobytes())
         return now.hexdigest()
-
-
-def _scores(logits: Tensor, following: list[int], most: int) -> list[TokenLogprob]:
-    """logits [T, vocab] -> of the tokens that follow; nothing follows the last row of a prompt."""
-    return [logprobs(row, token, most) for row, token in zip(logits, following, strict=False)]

@@ -109,7 +109,9 @@ class Ledger:
             self.traces.changed(step.seq, step.change, self._motion.why, now_s)
             self._published(moved)
         self._scheduler.took(step.work, seconds, len(outcome.tokens))
-        if step.work is not None:
+        if self._is_quiet(step.work):
+            self._executor.tap.forget_wishes()
+        elif step.work is not None:
             rows = step.work.count if isinstance(step.work, Prefill) else len(outcome.tokens)
             if self._motion.stepped(rows):
                 weights, of_layer = self._executor.tap.take_wanted()
@@ -128,6 +130,10 @@ class Ledger:
         if isinstance(work, Decode) and self._moments:
             self._step_done(self._moments, work.lanes)
 
+    def _is_quiet(self, work: Prefill | Decode | None) -> bool:
+        """Whether these are rows that no expert moves for."""
+        return isinstance(work, Prefill) and not self._stats(work.lane).request.adapts
+
     def _prefilled(self, work: Prefill, outcome: Outcome, seconds: float) -> None:
         stats = self._stats(work.lane)
         stats.chunk(work.count, seconds)
@@ -135,7 +141,7 @@ class Ledger:
             self.events.append(Scored(stats.request.request_id, outcome.scores))
         if outcome.prompt_demand:
             self._prompt_done(stats, work.lane, outcome.prompt_demand)
-        elif self._moments:
+        elif self._moments and stats.request.adapts:
             self._chunk_done(self._moments, stats, work)
         if work.propose:
             executor = self._executor
@@ -214,7 +220,7 @@ class Ledger:
 
     def _prompt_done(self, stats: RequestStats, lane: int, demand: Demand) -> None:
         stats.prefill = picks(demand)
-        if self._moments:
+        if self._moments and stats.request.adapts:
             self._moments.prompt_done(*on_host(demand), stats.prefilled_tokens, lane)
 
     def _chunk_done(self, moments: Moments, stats: RequestStats, work: Prefill) -> None:
@@ -294,7 +300,7 @@ class Ledger:
             stats.prefill = picks(demand)
         else:
             stats.decode = picks(demand)
-        if self._moments:
+        if self._moments and stats.request.adapts:
             self._moments.request_done(*on_host(demand), stats.decoded_tokens, lane)
 
     def reads(self) -> Reads:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tided.engine.types import Request, Sampling, TokenLogprob
+from tided.engine.types import Request, Sampling
 
 BANNED = -1e30
 """A logit that is never drawn while any other is left: finite, so that what is no number still shows."""
@@ -62,18 +62,6 @@ def allowed(mask: bytes, row: Tensor) -> Tensor:
     """[vocab] bool on the row's device."""
     bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little", count=row.numel())
     return torch.from_numpy(bits).to(row.device).to(torch.bool)
-
-
-def logprobs(row: Tensor, token_id: int, most: int) -> TokenLogprob:
-    """row [vocab] fp32 as the model made it. Of equals the lowest ids come first."""
-    logs = torch.log_softmax(row.to(torch.float64), dim=-1)
-    top: list[tuple[int, float]] = []
-    if most:
-        least = torch.topk(logs, min(most, logs.numel())).values[-1]
-        ids = (logs >= least).nonzero().squeeze(1)
-        order = torch.sort(logs[ids], descending=True, stable=True).indices[:most]
-        top = list(zip(ids[order].tolist(), logs[ids[order]].tolist(), strict=True))
-    return TokenLogprob(token_id, float(logs[token_id]), top)
 
 
 def _ids(ids: Iterable[int], row: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from tided.errors import PairError, QueueFullError
 
 UNCHANGED = Change()
 MOST_SNAPSHOTS = 32  # of one prompt, about: each holds windows of its own beside the pages that all share
-SCORED_TOKENS = 128  # of a chunk whose every row becomes logits: rows of the whole vocabulary are memory
 RESUME_SHARE = 8  # a parked lane comes back when it can grow by an eighth: it is not written again after a few tokens
 
 
@@ -66,8 +65,7 @@ class Running:
 
     def next_tokens(self, chunk_tokens: int) -> int:
         """Of the next chunk; 0 where the prompt was restored whole."""
-        most = min(chunk_tokens - self.computed % chunk_tokens, len(self.request.prompt_ids) - self.computed)
-        return min(most, SCORED_TOKENS) if self.request.scored else most
+        return min(chunk_tokens - self.computed % chunk_tokens, len(self.request.prompt_ids) - self.computed)
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,7 @@ class Limits:
     prefill chunk, swaps read at once, steps between comparisons of the ranks; whether there are slots to read experts
     into before use; tokens of context that may be parked (0: a lane is admitted when the pool can hold its prompt and
     longest answer), most tokens that a decode step drafts, whether snapshots are taken; share of the time that
-    prompts take beside running answers; whether every row of a prompt is computed to its logits, where they are asked
-    for; rows between two looks of the hot ring."""
+    prompts take beside running answers; rows between two looks of the hot ring."""
 
     lanes: int
     queue: int
@@ -92,7 +89,6 @@ class Limits:
     draft_tokens: int = 0
     snapshots: bool = False
     prefill_share: float = 0.3
-    can_score: bool = True
     look_rows: int = 1
 
     def __post_init__(self) -> None:
@@ -329,7 +325,7 @@ class Scheduler:
         if not self.limits.snapshots or not isinstance(work, Prefill) or not work.count:
             return []
         request = self.running[work.lane].request
-        if request.scored:  # its chunks are others than those that a snapshot stands for
+        if request.scored:  # asked once: it would push out what is asked again
             return []
         prompt = len(request.prompt_ids)
         return [work.lane] if worth_saving(work.start + work.count, prompt, self.limits.chunk_tokens) else []

@@ -64,7 +64,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     one's log probability; None: nothing is told. `guided`: a `Guide` on rank 0 says what may be drawn. `loop_break`:
     the answer ends when a cycle of tokens came so many times in a row (`engine.loops`); 0: it may go on. `images`: in
     the order of the prompt; their `Pixels` go beside the request. `scored`: the prompt's own tokens are told with their
-    log probabilities (`Scored`), so all of it is computed. `cache_salt`: prompts of another one share no cached prefix.
+    log probabilities (`Scored`), and beside each the `scored_top` likeliest, so all of it is computed. `adapts` False:
+    nobody learns from it, and no expert moves for it; only of a scored one of a single token. `cache_salt`: prompts of
+    another one share no cached prefix.
     """
 
     request_id: str
@@ -79,6 +81,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     loop_break: int = 0
     images: tuple[ImageSpan, ...] = ()
     scored: bool = False
+    scored_top: int = 0
+    adapts: bool = True
     cache_salt: str = ""
 
     @property
@@ -115,11 +119,13 @@ class Started(msgspec.Struct, frozen=True):
 
 class TokenLogprob(msgspec.Struct, frozen=True):
     """Natural logarithms of the model's own distribution, before anything of `Sampling`. `top`: the likeliest tokens
-    and theirs, the likeliest first."""
+    and theirs, the likeliest first. `rank`: 1 for the likeliest token, and one more for each that is likelier; 0: not
+    told."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+    rank: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True):

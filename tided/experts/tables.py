@@ -166,6 +166,11 @@ class DemandTap:
         self._step, self._step_whole = [], []
         self.wishes.append([])
 
+    def forget_wishes(self) -> None:
+        """The newest step's rows are not among what `take_wanted` gives."""
+        self.add_up()
+        self.wishes[-1] = []
+
     def touched(self) -> int:
         """Distinct experts that all rows of the newest step wanted, given up or not, summed over its layers. Rows that
         were computed apart count apart."""

@@ -75,10 +75,15 @@ class Model(Protocol):
         self,
         lane: LaneState,
         token_ids: Tensor,
-        logits: Literal["none", "last", "all"],
+        logits: Literal["none", "last", "all", "rows"],
         pictured: Pictured | None = None,
     ) -> Tensor | None:
-        """Appends `token_ids` [T] int64 to the lane. Returns fp32 logits [1, vocab] ("last"), [T, vocab] ("all")."""
+        """Appends `token_ids` [T] int64 to the lane. Returns fp32 logits [1, vocab] ("last"), [T, vocab] ("all"), or
+        the rows that `logits` takes, [T, hidden] ("rows")."""
+        ...
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """rows [T, hidden] of a chunk -> fp32 logits [T, vocab]. A collective of all ranks, of as many rows on each."""
         ...
 
     def image_tokens(self, height: int, width: int) -> int:

@@ -1,6 +1,6 @@
 """What completions and Responses take."""
 
-from tided.api.completions_request import MAX_LOGPROBS, MAX_PROMPTS
+from tided.api.completions_request import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_PROMPTS
 from tided.api.messages import MAX_PARTS, MAX_TOOLS
 from tided.api.openapi.chat import (
     ANSWER,
@@ -56,9 +56,14 @@ SCHEMAS: dict[str, Schema] = {
             "prompt": _PROMPT,
             "add_bos": said("false: without the beginning token.", TRUTH),
             "parse_special": said("false: spellings of special tokens are text.", TRUTH),
-            "max_tokens": said("0 with echo: the prompt alone is told.", integer(0)),
+            "max_tokens": said("0 with echo or prompt_logprobs: the prompt alone is told.", integer(0)),
             "echo": said("Beside logprobs the prompt's own are told too.", TRUTH),
             "logprobs": integer(0, MAX_LOGPROBS),
+            "prompt_logprobs": said(
+                "The prompt's tokens with their ranks, by id, and beside each so many of the likeliest.",
+                integer(0, MAX_PROMPT_LOGPROBS),
+            ),
+            "adapt": said("false, of a prompt that is scored alone: nobody learns from it, no expert moves.", TRUTH),
             "best_of": said("Only where it equals n.", integer(1)),
             "suffix": text(0, 0),
         },

@@ -111,6 +111,15 @@ _OLD_LOGPROBS = nullable(
 )
 
 
+_RANKED = nullable(
+    {
+        "type": "object",
+        "additionalProperties": told({"logprob": ANY_NUMBER, "rank": COUNT, "decoded_token": text()}),
+    }
+)
+_BY_ID = {"prompt_logprobs": said("By token id; of a prompt's first token null.", array(_RANKED))}
+
+
 def _completed(ended: Schema, more: dict[str, Schema]) -> Schema:
     return told({"index": COUNT, "text": text(), "logprobs": _OLD_LOGPROBS, "finish_reason": ended}, more)
 
@@ -118,11 +127,12 @@ def _completed(ended: Schema, more: dict[str, Schema]) -> Schema:
 _COMPLETION = _ENVELOPE | {"object": always("text_completion")}
 _COMPLETIONS: dict[str, Schema] = {
     "CompletionReply": told(
-        _COMPLETION | {"choices": array(_completed(_ENDED, _MATCHED), least=1), "usage": ref("Usage")}, _FIGURES
+        _COMPLETION | {"choices": array(_completed(_ENDED, _MATCHED | _BY_ID), least=1), "usage": ref("Usage")},
+        _FIGURES,
     ),
     "CompletionChunk": either(
         told(
-            _COMPLETION | {"choices": array(_completed(nullable(_ENDED), _MATCHED), 1)},
+            _COMPLETION | {"choices": array(_completed(nullable(_ENDED), _MATCHED | _BY_ID), 1)},
             _FIGURES | {"usage": nullable(ref("Usage"))},
         ),
         ref("Error"),

@@ -60,18 +60,18 @@ class DeepseekV41(PagedLanes):
         self,
         lane: LaneState,
         token_ids: Tensor,
-        logits: Literal["none", "last", "all"],
+        logits: Literal["none", "last", "all", "rows"],
         pictured: Pictured | None = None,
     ) -> Tensor | None:
         """See `Model`. Raises UnavailableError when the pool is short, ContextOverflowError past context_tokens, both
-        before anything changed; ConfigError for "all" under bounded replay, which does not compute every row."""
-        if logits == "all" and self.replay == "bounded":
-            raise ConfigError(
-                "logits of every prompt token need the whole path", hint='set decoder_replay = "full" in [model]'
-            )
-        rows = self.forward([context_of(lane)], token_ids.view(1, -1), self.replay == "bounded", pictured)
+        before anything changed. Where every row is asked for, every row takes the whole path, also under bounded
+        replay."""
+        bounded = self.replay == "bounded" and logits in ("none", "last")
+        rows = self.forward([context_of(lane)], token_ids.view(1, -1), bounded, pictured)
         if logits == "none":
             return None
+        if logits == "rows":
+            return rows.clone()
         return self.logits(rows if logits == "all" else rows[-1:]).clone()  # an ordinary tensor again
 
     def image_tokens(self, height: int, width: int) -> int:

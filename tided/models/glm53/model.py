@@ -45,7 +45,7 @@ class Glm53(PagedLanes):
         self,
         lane: LaneState,
         token_ids: Tensor,
-        logits: Literal["none", "last", "all"],
+        logits: Literal["none", "last", "all", "rows"],
         pictured: Pictured | None = None,
     ) -> Tensor | None:
         """See `Model`. Raises UnavailableError when the pool is short, ContextOverflowError past context_tokens, both
@@ -55,6 +55,8 @@ class Glm53(PagedLanes):
         rows = self.run(self.rotations.begin(context, count), token_ids)
         if logits == "none":
             return None
+        if logits == "rows":
+            return rows.clone()
         return self.logits(rows if logits == "all" else rows[-1:]).clone()  # an ordinary tensor again
 
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
