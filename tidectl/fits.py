@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from packers.ablation import layers_of
+from packers.exl3_sizes import Experts
 from packers.overlay import read_overlay
 from tided.errors import ConfigError, TideError
 from tided.models.deepseek_v41.limits import Refusal, refusals
@@ -22,7 +23,7 @@ SCALE_GROUP = 32  # weights that share a scale: a rank's share is whole groups
 
 class Dimensions(NamedTuple):
     """`layers` with routed experts; `shared`: what ranks share, by name, and the unit that is never cut; `refused`:
-    what the family itself says to a profile."""
+    what the family itself says to a profile; `mixed`: experts that may differ in size."""
 
     layers: int
     experts: int
@@ -32,6 +33,7 @@ class Dimensions(NamedTuple):
     has_drafter: bool
     shared: dict[str, tuple[int, int]]
     refused: Callable[[Settings], Iterable[Refusal]]
+    mixed: Experts | None = None
 
 
 class _DeepseekText(msgspec.Struct, frozen=True):
@@ -102,6 +104,12 @@ class _Glm(msgspec.Struct, frozen=True, tag_field="model_type", tag="glm_moe_dsa
             self.num_nextn_predict_layers > 0,
             {name: (getattr(self, name), 1) for name in names},
             self._refusals,
+            Experts(
+                range(self.first_k_dense_replace, self.num_hidden_layers),
+                self.n_routed_experts,
+                self.hidden_size,
+                self.moe_intermediate_size,
+            ),
         )
 
     def _refusals(self, settings: Settings) -> Iterator[Refusal]:

@@ -101,7 +101,11 @@ def residents_line(health: dict[str, Any]) -> str:
     if not isinstance(residents, int) or not isinstance(total, int) or not total:
         return ""
     plan = f", plan {health['generation']}" if "generation" in health else ""
-    return f"{residents} of {total} experts ({100 * residents / total:.1f} %){plan}"
+    of_bytes = health.get("residents_bytes_share")  # where experts differ in size, their number says little
+    share = (
+        f"{100 * of_bytes:.1f} % of their bytes" if isinstance(of_bytes, float) else f"{100 * residents / total:.1f} %"
+    )
+    return f"{residents} of {total} experts ({share}){plan}"
 
 
 def lanes_line(lanes: dict[str, Any], queue: object) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from packers.exl3_sizes import whole_sizes
 from packers.joined import identity_of
 from packers.overlay import digest_of, identity_under
 from packers.shards import Checkpoint
@@ -23,6 +24,7 @@ from tided.settings import Settings
 from tided.tide.demand import Grid, RouterShape, blended, observed_weight, per_layer
 from tided.tide.export import Export, added, encoded, export_of, load_export, merged
 from tided.tide.history import History, path_of, set_aside
+from tided.tide.kinds import Kinds, kinds_of
 from tided.tide.pilot import Pilot
 from tided.tide.seed import Seed, load_seed
 
@@ -33,13 +35,14 @@ MOVERS = 8
 
 
 class Model(NamedTuple):
-    """Whose history it is."""
+    """Whose history it is. `kinds`: of its experts, where their records differ in size."""
 
     profile: Path
     settings: Settings
     identity: str
     family: str
     shape: RouterShape
+    kinds: Kinds | None
 
     @property
     def history(self) -> Path:
@@ -122,7 +125,7 @@ def facts(model: Model) -> dict[str, Any]:
     """Everything that `show` shows. What a start would keep is asked of the pilot itself."""
     settings, tide = model.settings, model.settings.tide
     history, seed = _read(model), model.seed
-    pilot = Pilot(history, seed, tide, model.shape, settings.experts.resident)
+    pilot = Pilot(history, seed, tide, model.shape, settings.experts.resident, model.kinds)
     kept = np.zeros((model.shape.layers, model.shape.experts), dtype=bool)
     kept[tuple(np.array(pilot.boot_pairs()).T)] = True
     demand, prior = history.demand, per_layer(seed.prior if seed else np.ones(kept.shape))
@@ -144,9 +147,25 @@ def facts(model: Model) -> dict[str, Any]:
         "running": live is not None,
         "resident_by_layer": live or kept.sum(axis=1).tolist(),
         "start_by_layer": kept.sum(axis=1).tolist(),
+        "bytes": None if model.kinds is None else _bytes(kept, model.kinds),
         "coverage_by_layer": _coverage(kept, demand.mass),
         "coverage_by_topic": {} if seed is None else _topics(kept, seed.topics),
         "movers": _moved(scores, prior, kept) if demand.requests else [],
+    }
+
+
+def _bytes(kept: Grid, kinds: Kinds) -> dict[str, Any]:
+    """Of whole experts that differ in size: how many of each size a start would keep, what of each layer's bytes."""
+    sizes, count = kinds.sizes, len(kinds.whole)
+    every, held = (np.bincount(of.ravel(), minlength=count).tolist() for of in (kinds.of, kinds.of[kept]))
+    return {
+        "experts": int(sizes.sum()),
+        "start": int(sizes[kept].sum()),
+        "start_share_by_layer": [round(float(share), 4) for share in (sizes * kept).sum(axis=1) / sizes.sum(axis=1)],
+        "sizes": [
+            {"bytes": nbytes, "experts": of, "start": own}
+            for nbytes, of, own in zip(kinds.whole, every, held, strict=True)
+        ],
     }
 
 
@@ -203,6 +222,7 @@ def _summary(known: dict[str, Any]) -> "RenderableType":
         ("aging", aging),
         ("weight", f"{100 * known['history_weight']:.1f} % history, the rest {prior}"),
         ("coverage", f"{100 * np.mean(coverage):.1f} %, weakest layer {100 * min(coverage):.1f} %" if coverage else ""),
+        ("sizes", _sizes(known["bytes"], sum(known["start_by_layer"]))),
         ("topics", f"{topic} is covered least, {100 * share:.1f} %" if topic else ""),
     ]
     grid = Table.grid(padding=(0, 2))
@@ -214,16 +234,30 @@ def _summary(known: dict[str, Any]) -> "RenderableType":
     return grid
 
 
+def _sizes(known: dict[str, Any] | None, start: int) -> str:
+    """Of experts that differ in size: what a start keeps of their bytes, and of each size."""
+    if known is None:
+        return ""
+    each = ", ".join(f"{one['start']} of the {one['experts']} of {one['bytes'] / 1e6:.3g} MB" for one in known["sizes"])
+    return f"{100 * known['start'] / known['experts']:.1f} % of all bytes at a start, {start} experts: {each}"
+
+
 def _layers(known: dict[str, Any]) -> "RenderableType":
-    heads = ("layer", "resident", "at a start") if known["running"] else ("layer", "at a start")
-    coverage = known["coverage_by_layer"] or [None] * len(known["start_by_layer"])
-    rows = []
-    for layer, (now, start, share) in enumerate(
-        zip(known["resident_by_layer"], known["start_by_layer"], coverage, strict=True)
-    ):
-        counts = (str(now), str(start)) if known["running"] else (str(start),)
-        rows.append((str(layer), *counts, "" if share is None else f"{100 * share:.1f} %"))
-    return _table((*heads, "covered"), rows)
+    """A layer a row; columns that nothing is known for are left out."""
+    start, coverage, of_bytes = known["start_by_layer"], known["coverage_by_layer"], known["bytes"]
+    columns: dict[str, Sequence[str]] = {
+        "layer": [str(layer) for layer in range(len(start))],
+        "resident": [str(count) for count in known["resident_by_layer"]] if known["running"] else [],
+        "at a start": [str(count) for count in start],
+        "of its bytes": _percents(of_bytes["start_share_by_layer"] if of_bytes else []),
+        "covered": _percents(coverage or []),
+    }
+    there = {head: cells for head, cells in columns.items() if cells}
+    return _table(tuple(there), list(zip(*there.values(), strict=True)))
+
+
+def _percents(shares: Sequence[float]) -> list[str]:
+    return [f"{100 * share:.1f} %" for share in shares]
 
 
 def _movers(movers: list[dict[str, Any]]) -> "RenderableType":
@@ -261,13 +295,14 @@ def _model(profile: Path | None) -> Model:
     found = fits.dimensions(Path(settings.model.path))
     if found is None:
         raise DataError("is no checkpoint of a family that this build knows", where=settings.model.path)
-    shape = RouterShape(found.layers, found.experts, found.top_k)
+    sizes = whole_sizes(checkpoint, found.mixed) if found.mixed else None
     return Model(
         path,
         settings,
         identity_under(identity, digest_of(settings.model.overlay or settings.model.ablation)),
         str(checkpoint.config["model_type"]),
-        shape,
+        RouterShape(found.layers, found.experts, found.top_k),
+        None if sizes is None else kinds_of(sizes, settings.experts.spare_slots, settings.tide.hot_ring_slots),
     )
 
 

@@ -111,7 +111,7 @@ class FakeModel:
 class FakeResidents:
     """Books without bytes. A read lands at once, or when the test lets it (`holds`)."""
 
-    slots, arena_bytes, sizes = 64, 4096, None
+    slots, arena_bytes, sizes, bytes_share = 64, 4096, None, None
 
     def __init__(self, tables: RoutingTables, pairs: list[tuple[int, int]], ring_slots: int = 0) -> None:
         self.tables, self.pairs, self.ring_slots = tables, list(pairs), ring_slots

@@ -8,6 +8,7 @@ from real_pair import EXL3, Served, opened
 
 from tided.engine.build import OpenedModel, build_rank, open_model
 from tided.engine.devices import needs
+from tided.engine.ledger import residency_of
 from tided.engine.offline import first_pairs
 from tided.engine.packing import pack_checkpoint
 from tided.engine.slots import arena_bytes
@@ -77,6 +78,10 @@ def test_plans_and_hot_reads_exchange_records_of_one_size(tmp_path, ranks, ring)
         residents, arena = rank.residents, rank.residents.arena
         residents.check_integrity()
         assert sorted(one.kinds.of[pair] for pair in residents.pairs) == sorted(before)
+        nbytes = np.array(one.kinds.nbytes)[one.kinds.of]
+        held = sum(nbytes[pair] for pair in residents.pairs)
+        assert residents.bytes_share == pytest.approx(held / nbytes.sum())
+        assert residency_of(rank.executor).bytes_share == round(residents.bytes_share, 4)
         for pair in arena.pairs:
             nbytes = one.kinds.nbytes[one.kinds.of[pair]]
             held = arena.data.view(-1)[arena.slot_of(pair) * arena.data.shape[1] :][:nbytes]

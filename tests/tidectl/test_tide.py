@@ -9,8 +9,10 @@ import pytest
 
 from tests.tidectl.canned import Canned, Tidectl
 from tidectl import running, tide
+from tided.engine.build import open_model
 from tided.tide.demand import vote_of
 from tided.tide.history import History
+from tided.tide.pilot import Pilot
 
 MINI = Path(__file__).parents[2] / "profiles" / "mini-deepseek.toml"
 LAYERS, EXPERTS = 10, 48
@@ -101,6 +103,28 @@ def test_a_running_daemon_tells_its_residents_by_layer(tidectl, model, monkeypat
     assert "at a start" in tidectl("tide", "show", str(MINI)).stdout
     monkeypatch.setattr(running, "look", lambda: now._replace(profile="/another.toml"))
     assert shown(tidectl)["running"] is False
+
+
+def test_where_experts_differ_in_size_the_set_of_a_start_is_planned_by_bytes(tidectl, state, tmp_path):
+    """The same that a rank would keep, told in bytes: their number alone says little."""
+    glm = tide._model(MINI.with_name("mini-glm.toml"))
+    opened = open_model(glm.settings)
+    assert opened.kinds.whole == glm.kinds.whole
+    assert np.array_equal(opened.kinds.of, glm.kinds.of)
+    history = History.open(tmp_path, glm.identity, glm.shape, record=False)
+    kept = Pilot(history, glm.seed, glm.settings.tide, glm.shape, 172, opened.kinds).boot_pairs()
+    known = json.loads(tidectl("tide", "show", str(glm.profile), "--json").stdout)
+    counts = [sum(layer == one for layer, _ in kept) for one in range(8)]
+    assert known["start_by_layer"] == counts
+    told = known["bytes"]
+    assert 0.66 < told["start"] / told["experts"] <= 172 / 256
+    assert [one["start"] for one in told["sizes"]] == np.bincount([opened.kinds.of[pair] for pair in kept]).tolist()
+    assert sum(one["experts"] for one in told["sizes"]) == 256
+    assert sum(one["start"] * one["bytes"] for one in told["sizes"]) == told["start"]
+    screen = tidectl("tide", "show", str(glm.profile)).stdout
+    assert f"{100 * told['start'] / told['experts']:.1f} % of all bytes at a start, {sum(counts)} experts: " in screen
+    assert f"{100 * told['start_share_by_layer'][3]:.1f} %" in screen
+    assert shown(tidectl)["bytes"] is None
 
 
 def test_without_a_profile_it_is_the_one_that_ran_last(tidectl, model):

@@ -227,6 +227,7 @@ class EngineClient:
             health |= {
                 "residents": residency.residents,
                 "residents_by_layer": residency.by_layer,
+                "residents_bytes_share": residency.bytes_share,
                 "experts": residency.total,
                 "generation": residency.generation,
                 "mask_hash": residency.mask_hash,

@@ -354,4 +354,5 @@ def residency_of(executor: Executor) -> Residency:
         shape.moe_layers * shape.experts_per_layer,
         f"{residents.mask_hash:016x}",
         residents.by_layer,
+        None if residents.bytes_share is None else round(residents.bytes_share, 4),
     )

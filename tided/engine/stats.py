@@ -55,13 +55,14 @@ class Picks:
 
 class Residency(msgspec.Struct, frozen=True):
     """The resident set an answer ended with. `generation` counts the steps that changed it; `mask_hash` names the
-    routable set, the hot ring included."""
+    routable set, the hot ring included. `bytes_share`: of all experts' bytes, where these differ in size."""
 
     generation: int
     residents: int
     total: int
     mask_hash: str
     by_layer: tuple[int, ...] = ()
+    bytes_share: float | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 
 import numpy as np
@@ -110,6 +110,16 @@ class Residents:
     @property
     def count(self) -> int:
         return len(self.arena.directory) - len(self._ring)
+
+    @cached_property
+    def bytes_share(self) -> float | None:
+        """What residents take of the bytes that the records of all experts have; None: all are of one size. It stands:
+        what is exchanged is of one size."""
+        if self.sizes is None:
+            return None
+        nbytes = np.array(self.sizes.nbytes, dtype=np.int64)
+        held = sum(one.nbytes * one.residents for one in self.arena.classes)
+        return held / int(nbytes[self.sizes.of].sum())
 
     @property
     def by_layer(self) -> tuple[int, ...]:
