@@ -1,6 +1,7 @@
 """`tided`: one rank as a process. Its life is in `tided.life` (the loop) and `tided.boot` (the engine thread).
 
     tided --profile FILE --rank N [--state-dir DIR]
+    tided --instance NAME[:RANK] [--state-dir DIR]      what the service's units call: `tided.profile.instances`
 
 Exit codes: 0 stopped on request; 2 wrong usage; 65 checkpoint or another file missing or damaged; 69 a port, a peer or
 memory is not available; 70 the ranks failed while serving (a restart is right); 77 not permitted; 78 the profile is
@@ -19,12 +20,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tided.control.keys import Keys, load_keys
+from tided.control import journal
+from tided.control.keys import Keys, credential, load_keys
+from tided.control.notify import Notifier
 from tided.control.state import StateFile
 from tided.control.wire import all_local
 from tided.errors import ConfigError, PermissionError_, TideError, UsageError
 from tided.life import Daemon
-from tided.profile import load_for_start
+from tided.profile import load, load_for_start
+from tided.profile.instances import SITE_DIR, parse, profile_of, rank_here
 from tided.settings import Settings
 
 log = logging.getLogger("daemon")
@@ -36,16 +40,18 @@ TRACE = "the log has the trace"
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     os.umask(0o077)
-    time = "" if "JOURNAL_STREAM" in os.environ else "%(asctime)s "  # the journal has its own
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"{time}%(levelname)s %(name)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(journal.formatter(sys.stderr))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # where is every thread? in the log
     state: StateFile | None = None
     try:
         state_dir = _state_dir(options.state_dir)
-        state = StateFile(state_dir, options.rank)
-        settings = _checked(options.profile, options.rank)
-        keys = _keys(settings, options.rank, state_dir)
+        profile, rank = _who(options)
+        state = StateFile(state_dir, rank)
+        settings = _checked(profile, rank)
+        keys = _keys(settings, rank, state_dir)
     except TideError as error:
         return _refused(state, error)
     except Exception as error:
@@ -56,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make_room(settings.server.max_connections)
     import uvloop
 
-    return uvloop.run(_run(settings, options.rank, keys, state))
+    return uvloop.run(_run(settings, rank, keys, state))
 
 
 def make_room(connections: int) -> None:
@@ -73,6 +79,7 @@ def make_room(connections: int) -> None:
 
 def _refused(state: StateFile | None, error: TideError) -> int:
     log.error("%s", error)
+    Notifier().status(f"failed: {error.what}")
     if state is not None:
         state.enter("failed", str(error), exit_code=error.exit_code)
     return error.exit_code
@@ -101,12 +108,30 @@ def _leave(code: int, engine_is_alive: bool) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tided", description="One rank of a server. `tidectl` starts them all.")
-    parser.add_argument("--profile", type=Path, required=True, metavar="FILE", help="profile, a TOML file")
-    parser.add_argument("--rank", type=int, required=True, metavar="N", help="this process's rank, from 0")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--profile", type=Path, metavar="FILE", help="profile, a TOML file; wants --rank")
+    which.add_argument(
+        "--instance",
+        metavar="NAME[:RANK]",
+        help="/etc/tidelm/NAME.toml or a bundled profile; without RANK the one whose address is this node's",
+    )
+    parser.add_argument("--rank", type=int, metavar="N", help="this process's rank, from 0")
     parser.add_argument(
         "--state-dir", type=Path, metavar="DIR", help="keys, history, state; else $STATE_DIRECTORY or $TIDE_STATE_DIR"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if (options.rank is None) != (options.profile is None):
+        parser.error("--profile and --rank go together; --instance has its rank behind a colon")
+    return options
+
+
+def _who(options: argparse.Namespace) -> tuple[Path, int]:
+    """Profile and rank. An instance's profile is read for its hosts first, and judged as a whole by `_checked`."""
+    if options.profile is not None:
+        return options.profile, options.rank
+    name, rank = parse(options.instance)
+    profile = profile_of(name, Path(os.environ.get("CONFIGURATION_DIRECTORY", SITE_DIR)))
+    return profile, rank_here(load(profile).parallel, name) if rank is None else rank
 
 
 def _state_dir(chosen: Path | None) -> Path:
@@ -139,8 +164,12 @@ def _keys(settings: Settings, rank: int, state_dir: Path) -> Keys | None:
     parallel = settings.parallel
     if parallel.ranks == 1:
         return None
-    path = Path(parallel.key_file) if parallel.key_file else state_dir / "curve.key"
-    return load_keys(path, create=rank == 0 or all_local(parallel))
+    if parallel.key_file:
+        return load_keys(Path(parallel.key_file), create=rank == 0 or all_local(parallel))
+    if (given := credential()) is not None:
+        log.info("the keys of the control plane come from the service manager (%s)", given)
+        return load_keys(given, create=False)
+    return load_keys(state_dir / "curve.key", create=rank == 0 or all_local(parallel))
 
 
 if __name__ == "__main__":

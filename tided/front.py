@@ -6,6 +6,8 @@ from typing import Self
 
 from packers.shards import Checkpoint
 from tided.api.app import build_app
+from tided.api.auth import KeyRing
+from tided.api.context import CONTEXT
 from tided.api.door import Door
 from tided.chat.families import Family, family_of
 from tided.chat.tokenizer import Tokenizer
@@ -19,8 +21,12 @@ from tided.settings import Settings
 class Front:
     """`client` is the engine as the API sees it."""
 
-    def __init__(self, client: EngineClient, door: Door) -> None:
-        self.client, self._door = client, door
+    def __init__(self, client: EngineClient, door: Door, keys: KeyRing) -> None:
+        self.client, self._door, self._keys = client, door, keys
+
+    def reload(self) -> None:
+        """Reads again what may change while the server runs."""
+        self._keys.reload()
 
     @classmethod
     async def open(cls, settings: Settings) -> Self:
@@ -42,7 +48,7 @@ class Front:
         except BaseException:
             listener.close()
             raise
-        return cls(client, door)
+        return cls(client, door, app[CONTEXT].keys)
 
     async def close(self, timeout_s: float) -> None:
         """Closes the port and waits for replies under way, but not for readers that do not read."""

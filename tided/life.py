@@ -34,7 +34,9 @@ FAULT_SHOWN_S = 1.0  # how long /health tells of a fault before the process ends
 CLOSE_S = 3.0  # for replies under way
 ENGINE_END_S = 10.0  # for the step in progress
 WATCH_S = 1.0  # longest between two looks at the engine
-START_MORE_S = 60.0  # asked of the service manager at each sign of progress
+START_MORE_S = 60.0  # asked of the service manager at each sign of progress, beside the longest wait for other ranks
+TURN_S = 5.0  # an engine's loop comes round every second when it has nothing to do, and may be late
+STOP_MORE_S = 10.0  # the same at a stop, beside all that is waited for
 
 
 class Daemon:
@@ -83,6 +85,7 @@ class Daemon:
         """Until the rank ends: by request (None) or by an error."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop.set)
+        self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         watch = asyncio.create_task(self._watch_engine())
         try:
             await self._live()
@@ -153,6 +156,17 @@ class Daemon:
         self._show("ready", f"http://{server.host}:{server.port}" if self._rank == 0 else "")
         self._notifier.ready()
 
+    def _reload(self) -> None:
+        """What may change while a rank serves: rank 0's API keys. They are looked at every second anyway; here at once,
+        and whether or not their file changed."""
+        if self._engine is None or self._stop.is_set() or self._outcome.done():
+            return log.info("asked to reload while not serving: the next start reads what is new")
+        self._notifier.reloading()
+        if self._front is not None:
+            self._front.reload()
+        log.info("reloaded; a changed profile counts from the next start on")
+        return self._notifier.ready()
+
     def _show(self, phase: Phase, message: str, done: int = 0, total: int = 0) -> None:
         """In the state file, to the service manager; in the log when the phase is new."""
         if phase != self._state.state.phase:
@@ -161,7 +175,7 @@ class Daemon:
         self._state.enter(phase, message, done=done, total=total, port=port)
         self._notifier.status(f"{phase} {message}")
         if phase in ("joining", "loading"):
-            self._notifier.more_time(START_MORE_S)
+            self._notifier.more_time(self._settings.parallel.start_timeout_s + START_MORE_S)
 
     def _conclude(self, error: TideError | None) -> None:
         """The first word counts: what follows is its consequence."""
@@ -171,7 +185,9 @@ class Daemon:
     async def _stop_in_order(self) -> None:
         """Rank 0 lets running requests finish and takes the others along; they wait for it, or for its silence, which
         the heartbeats judge. A rank that still loads has nothing to finish: it ends, and so do the others."""
+        drain_s = self._settings.server.drain_s
         self._notifier.stopping()
+        self._notifier.more_time(drain_s + ENGINE_END_S + FAULT_SHOWN_S + CLOSE_S + STOP_MORE_S)
         if self._engine is None:
             if self._heartbeats is not None:
                 await self._heartbeats.stop(f"rank {self._rank} was asked to stop while it was loading")
@@ -180,7 +196,6 @@ class Daemon:
             self._show("draining", "until rank 0 has finished")
             await asyncio.wait((self._outcome,))
             return
-        drain_s = self._settings.server.drain_s
         self._show("draining", f"at most {drain_s:g} s")
         await self._or_outcome(self._front.client.drain(drain_s))
         if self._outcome.done():
@@ -224,8 +239,9 @@ class Daemon:
     # The engine's progress, and the service manager's watchdog
 
     async def _watch_engine(self) -> None:
-        """Ends the rank when its engine hangs. The service manager hears from this task alone: while the loop runs and
-        the engine is no longer in a step than it may be."""
+        """Ends the rank when its engine hangs. The service manager hears from this task alone: while the loop runs, the
+        engine's own loop comes round and, where there is work, makes steps, each within the time that a step may
+        take."""
         limit_s, watchdog_s = self._settings.parallel.step_timeout_s, self._notifier.watchdog_s
         every_s = min(WATCH_S, limit_s / 4, watchdog_s / 3 or WATCH_S)
         while True:
@@ -240,8 +256,8 @@ class Daemon:
         """0 before the engine serves: until then the service manager has its start limit."""
         if self._engine is None:
             return 0.0
-        seq = self._engine.seq
-        return self._progress.stalled_s(seq, self._has_work(seq), time.monotonic())
+        seq, now_s = self._engine.seq, time.monotonic()
+        return max(self._progress.stalled_s(seq, self._has_work(seq), now_s), now_s - self._engine.turned_s - TURN_S)
 
     def _has_work(self, seq: int) -> bool:
         """On rank 0: a request is open, or another rank is behind. On the others: rank 0 is ahead."""

@@ -1,5 +1,6 @@
 import os
 import socket
+import time
 
 import pytest
 
@@ -24,13 +25,18 @@ def test_every_notification_is_one_datagram(manager):
     notifier.ready()
     notifier.alive()
     notifier.stopping()
-    assert [receiver.recv(4096).decode() for _ in range(5)] == [
+    notifier.reloading()
+    told = [receiver.recv(4096).decode() for _ in range(6)]
+    assert told[:5] == [
         "STATUS=loading experts: 3 of 8",
         "EXTEND_TIMEOUT_USEC=2500000",
         "READY=1",
         "WATCHDOG=1",
         "STOPPING=1",
     ]
+    reloading, at = told[5].splitlines()
+    assert reloading == "RELOADING=1"
+    assert 0 <= time.monotonic_ns() // 1000 - int(at.removeprefix("MONOTONIC_USEC=")) < 60_000_000
 
 
 def test_without_a_manager_nothing_happens():

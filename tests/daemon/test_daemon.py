@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from msgspec.structs import replace
@@ -27,8 +28,15 @@ from tided.settings import Cache, Engine, Experts, Server
 
 
 class FakeEngine:
+    """Its loop comes round until `stands` says that it stood still from some time on."""
+
     seq = 0
     flight = Flight()
+    stands = 0.0
+
+    @property
+    def turned_s(self):
+        return self.stands or time.monotonic()
 
 
 @pytest.fixture
@@ -231,6 +239,49 @@ async def test_the_watchdog_is_fed_while_the_engine_runs_and_not_otherwise(make_
     assert bool(fed) == engine_runs
     watch.cancel()
     release.set()
+
+
+@pytest.mark.parametrize("stands", [True, False])
+async def test_an_engine_that_stands_still_ends_its_rank_though_it_has_no_work(make_daemon, monkeypatch, stands):
+    monkeypatch.setattr(life, "TURN_S", 0.1)
+    release = threading.Event()
+    fed = []
+    rank = make_daemon(lambda side: release.wait(30), step_timeout_s=0.1)
+    rank._notifier.alive = lambda: fed.append(1)
+    rank._start_engine()
+    rank._engine = FakeEngine()
+    rank._engine.stands = time.monotonic() if stands else 0.0
+    watch = asyncio.create_task(rank._watch_engine())
+    await asyncio.wait((rank._outcome,), timeout=10 if stands else 0.5)
+    assert rank._outcome.done() == stands
+    if stands:
+        assert "rank 1's engine makes no step since 0." in rank._outcome.result().what
+        heard = len(fed)
+        await asyncio.sleep(0.1)
+        assert len(fed) == heard  # the service manager hears no more of it
+    watch.cancel()
+    release.set()
+
+
+async def test_a_start_asks_for_the_time_in_which_the_other_ranks_may_come(make_daemon):
+    asked = []
+    rank = make_daemon(lambda side: side.ended(None), start_timeout_s=300.0)
+    rank._notifier.more_time = asked.append
+    rank._show("joining", "handshake")
+    assert asked == [300.0 + life.START_MORE_S]
+
+
+async def test_a_reload_is_told_to_the_service_manager_and_changes_nothing_before_it_serves(make_daemon, caplog):
+    told = []
+    rank = make_daemon(lambda side: None)
+    rank._notifier.reloading, rank._notifier.ready = lambda: told.append("reloading"), lambda: told.append("ready")
+    rank._front = type("Front", (), {"reload": lambda self: told.append("keys")})()
+    with caplog.at_level("INFO"):
+        rank._reload()
+    assert (told, "while not serving" in caplog.text) == ([], True)
+    rank._engine = FakeEngine()
+    rank._reload()
+    assert told == ["reloading", "keys", "ready"]
 
 
 @pytest.mark.parametrize(

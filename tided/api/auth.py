@@ -73,15 +73,19 @@ class KeyRing:
         if self._source is None or now_s - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = now_s
-        if (stamp := _stamp(self._source)) == self._stamp:
-            return
-        self._stamp = stamp
+        if _stamp(self._source) != self._stamp:
+            self.reload()
+
+    def reload(self) -> None:
+        """Reads the file again, whether or not it changed, and tells in the log what came of it."""
+        if self._source is None:
+            return log.info("there is no file of API keys to read again: anyone who reaches the server may ask")
+        self._stamp = _stamp(self._source)
         try:
             self._digests = tuple(_digest(key) for key in read_keys(self._source))
         except ConfigError as error:
-            log.error("the API keys stay as they are: %s", error)
-        else:
-            log.info("%d API keys are read again from %s", len(self._digests), self._source)
+            return log.error("the API keys stay as they are: %s", error)
+        return log.info("%d API keys are read again from %s", self.count, self._source)
 
 
 def key_file(server: Server) -> str:

@@ -1,5 +1,7 @@
 """The CURVE keys of the control plane: one file, the same on every node, made by whoever comes first.
 
+Or the service manager hands it to the process as a credential, which only root keeps on disk (`credential`).
+
 The file holds two key pairs: rank 0's, and one that all other ranks share. Rank 0 lets in the holder of the second
 only, and the others speak to the holder of the first only. Whoever can read the file is a rank: mode 0600.
 """
@@ -8,7 +10,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -20,6 +22,7 @@ from tided.control.files import write_private
 from tided.errors import DataError, PermissionError_, UnavailableError
 
 MAX_FILE_BYTES = 4096
+CREDENTIAL = "curve.key"
 LOCK_TIMEOUT_S = 10.0
 LOCK_POLL_S = 0.02
 
@@ -46,6 +49,21 @@ def load_keys(path: Path, *, create: bool) -> Keys:
     if create:
         _create_once(path)
     return _read(path)
+
+
+def credential(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The key file that the service manager gave (LoadCredential=curve.key), if it gave one: where a node has none, the
+    unit has a comment sign stand in its place, because without the file it would not start."""
+    if not (directory := environment.get("CREDENTIALS_DIRECTORY")):
+        return None
+    path = Path(directory) / CREDENTIAL
+    try:
+        with path.open("rb") as file:
+            return None if file.read(1) == b"#" else path
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise PermissionError_(f"the credential cannot be read: {error.strerror}", where=str(path)) from None
 
 
 def _create_once(path: Path) -> None:
@@ -110,7 +128,10 @@ def _read(path: Path) -> Keys:
 def _check_private(path: Path, info: os.stat_result) -> None:
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in (os.geteuid(), 0):
         raise PermissionError_("the key file must be a regular file of this user", where=str(path))
-    if info.st_mode & 0o077:
+    # A credential may be root's, with an ACL for this user: then the group's bits are the ACL's mask. In a directory
+    # of this user alone they open it to nobody else.
+    given = path.parent == Path(os.environ.get("CREDENTIALS_DIRECTORY", "/nonexistent"))
+    if info.st_mode & (0o037 if given else 0o077):
         raise PermissionError_(
             f"others may read the key file (mode {stat.S_IMODE(info.st_mode):04o})",
             where=str(path),

@@ -5,6 +5,7 @@ Without that variable nothing is sent. The manager may be gone or slow: a lost n
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -23,6 +24,10 @@ class Notifier:
     def status(self, text: str) -> None:
         self._send(f"STATUS={text.splitlines()[0] if text else ''}")
 
+    def reloading(self) -> None:
+        """`ready` ends it. The time is what a manager tells this reload from an earlier one by."""
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
     def stopping(self) -> None:
         self._send("STOPPING=1")
 
@@ -30,10 +35,10 @@ class Notifier:
         self._send("WATCHDOG=1")
 
     def more_time(self, seconds: float) -> None:
-        """While weights are read: the start may take so much longer from now."""
+        """A start or a stop that goes on may take so much longer from now."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
-    def _send(self, line: str) -> None:
+    def _send(self, lines: str) -> None:
         if self._address:
             with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
-                sender.sendto(line.encode(), self._address)
+                sender.sendto(lines.encode(), self._address)

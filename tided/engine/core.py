@@ -28,11 +28,12 @@ OnFault = Callable[[TideError], None]
 
 
 class Engine:
-    """`run` is the thread's target. `seq` and `last_step_s` are read by other threads."""
+    """`run` is the thread's target. `seq`, `last_step_s` and `turned_s` (the loop came round last) are read by other
+    threads. An idle loop comes round every `IDLE_WAIT_S`: what stands still is stuck, with work or without."""
 
     def __init__(self, executor: Executor, on_fault: OnFault, threads: int = 1) -> None:
         self.executor = executor
-        self.last_step_s = time.monotonic()
+        self.last_step_s = self.turned_s = time.monotonic()
         self.flight = Flight()
         self._on_fault, self._threads = on_fault, threads
 
@@ -83,6 +84,7 @@ class FollowerEngine(Engine):
     def _loop(self) -> None:
         checked = 0
         while not self._stopping.is_set():
+            self.turned_s = time.monotonic()
             reading = self.executor.residents.reading or self.executor.caching.recalling
             message = self._link.receive(LANDING_WAIT_S if reading else IDLE_WAIT_S)
             if isinstance(message, Stop):

@@ -225,6 +225,7 @@ class LeaderEngine(Engine):
     def _loop(self) -> None:
         busy = False
         while self._stop is None:
+            self.turned_s = time.monotonic()
             self.take_in(0.0 if busy else self._idle_wait_s())
             busy = self.turn()
         for request_id in self.ledger.open_ids:
