@@ -5,11 +5,13 @@ ours. A transfer that breaks goes on where it broke, so no byte is fetched twice
 """
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,11 +20,13 @@ from packers.shards import INDEX, SINGLE
 from tided.errors import DataError, TensorError, UnavailableError
 
 NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,200})?")
+SHA256, GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 PART_BYTES = 8 << 20  # a request
 TRIES = 8  # failures in a row without a byte
 LONGEST_WAIT_S = 30.0
 TIMEOUT_S = 30.0  # for the next bytes
 MAX_INDEX_BYTES = 100_000_000
+LISTED = "its listing says more or less than its file holds; try again later, or another revision"
 REFUSED = {
     401: ("wants a token", "set HF_TOKEN, and accept the repository's terms"),
     403: ("is not open to this token", "accept the repository's terms with the account of HF_TOKEN"),
@@ -30,50 +34,70 @@ REFUSED = {
 }
 
 
-class Repository:
-    """One commit of a repository. `fetched_bytes` counts the bytes of all bodies."""
+class Published(NamedTuple):
+    """What the hub says of a file. `sha256`: of its bytes, where it is kept as a large file; `git`: the name of its
+    blob, a SHA-1, where it is kept as a small one. Empty: not told."""
 
-    def __init__(self, name: str, commit: str, sizes: Mapping[str, int], sleep: Callable[[float], None]) -> None:
-        self.name, self.commit, self.sizes = name, commit, sizes
+    size: int
+    sha256: str = ""
+    git: str = ""
+
+
+class Repository:
+    """One commit of a repository, read by any number of threads. `fetched_bytes` counts the bytes of all bodies."""
+
+    def __init__(
+        self, name: str, commit: str, files: Mapping[str, Published], sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        self.name, self.commit, self.files = name, commit, files
+        self.sizes: Mapping[str, int] = {file: said.size for file, said in files.items()}
         self.fetched_bytes = 0
-        self._sleep = sleep
+        self._sleep, self._count = sleep, threading.Lock()
         self._shards: dict[str, Shard] = {}
-        self._files: Mapping[str, str] = {}
 
     @classmethod
-    def open(cls, name: str, sleep: Callable[[float], None] = time.sleep) -> "Repository":
+    def open(cls, name: str, sleep: Callable[[float], object] = time.sleep) -> "Repository":
+        """`listed`, and of a checkpoint: its index is read."""
+        found = cls.listed(name, sleep)
+        _ = found.weight_map
+        return found
+
+    @classmethod
+    def listed(cls, name: str, sleep: Callable[[float], object] = time.sleep) -> "Repository":
         """`name`: owner/model, or owner/model@revision. Raises DataError for one that is not there or not open to the
         user, UnavailableError when the hub does not answer."""
         if not NAME.fullmatch(name):
             raise DataError("is no repository: owner/model or owner/model@revision", where=shown(name))
         model, _, revision = name.partition("@")
         info = _about(model, revision or None)
-        sizes = {file.rfilename: file.size for file in info.siblings or () if file.size is not None}
-        found = cls(model, str(info.sha), sizes, sleep)
-        found._files = found._where()
-        return found
+        if not GIT.fullmatch(str(info.sha)):
+            raise DataError("the hub names no commit of it", where=model)
+        return cls(model, str(info.sha), dict(_published(info)), sleep)
 
     def names(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self.weight_map)
 
     def tensor(self, name: str) -> TensorInfo:
         """Where it lies in its file; reads that file's header once. Raises TensorError where there is none."""
-        file = self._files.get(name)
-        shard = self._shard(file) if file else None
+        file = self.weight_map.get(name)
+        shard = self.shard(file) if file else None
         for info in shard.tensors if shard else ():
             if info.name == name:
                 return info
         raise TensorError(f"tensor {shown(name)} is missing", where=self.name)
 
-    def read(self, file: str, begin: int, end: int) -> Iterator[bytes]:
-        """The bytes [begin, end) of a file, in parts as they come. Raises UnavailableError when they do not."""
+    def read(self, file: str, begin: int, end: int, part_bytes: int = 0) -> Iterator[bytes]:
+        """The bytes [begin, end) of a file, in parts as they come, asked for by `part_bytes` (0: PART_BYTES) at a time.
+        Raises UnavailableError when they do not."""
+        part_bytes = part_bytes or PART_BYTES
         failures = 0
         while begin < end:
             came = 0
             try:
-                for part in self._part(file, begin, min(end, begin + PART_BYTES)):
+                for part in self._part(file, begin, min(end, begin + part_bytes)):
                     came += len(part)
-                    self.fetched_bytes += len(part)
+                    with self._count:
+                        self.fetched_bytes += len(part)
                     yield part
                 failures = 0
             except _Broken as broken:
@@ -87,17 +111,20 @@ class Repository:
                 self._sleep(min(LONGEST_WAIT_S, max(broken.wait_s, 0.25 * 2**failures)))
             begin += came
 
-    def _where(self) -> Mapping[str, str]:
+    @cached_property
+    def weight_map(self) -> Mapping[str, str]:
+        """Tensor -> its file. Raises DataError for a repository without a checkpoint."""
         if INDEX in self.sizes:
             raw = b"".join(self.read(INDEX, 0, min(self.sizes[INDEX], MAX_INDEX_BYTES)))
             with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 return dict(msgspec.json.decode(raw, type=_Index).weight_map)
             raise DataError("is no index of a checkpoint", where=f"{self.name}/{INDEX}")
         if SINGLE in self.sizes:
-            return {tensor.name: SINGLE for tensor in self._shard(SINGLE).tensors}
+            return {tensor.name: SINGLE for tensor in self.shard(SINGLE).tensors}
         raise DataError("holds no safetensors checkpoint", where=self.name)
 
-    def _shard(self, file: str) -> Shard:
+    def shard(self, file: str) -> Shard:
+        """What the file's header says, which is read once. Raises as `read_shard`."""
         if file not in self._shards:
             path, size = Path(file), self.sizes.get(file, 0)
             prefix = b"".join(self.read(file, 0, min(LENGTH_BYTES, size)))
@@ -134,13 +161,19 @@ class Repository:
         if status in REFUSED:
             what, hint = REFUSED[status]
             raise DataError(what, where=where, hint=hint)
+        if status == 416:
+            raise DataError(f"the hub's file ends before byte {begin}", where=where, hint=LISTED)
         if status == 200:
             raise DataError("the hub sends whole files only, not ranges", where=where)
         if status != 206:
             wait = response.headers.get("Retry-After", "")
             raise _Broken(f"the hub answers {status}", float(wait) if wait.isdigit() else 0.0)
-        if not response.headers.get("Content-Range", "").startswith(f"bytes {begin}-"):
+        said = response.headers.get("Content-Range", "")
+        if not said.startswith(f"bytes {begin}-"):
             raise DataError("the hub sends another range than was asked for", where=where)
+        total = said.rpartition("/")[2]
+        if total.isdigit() and int(total) != self.sizes.get(file, int(total)):
+            raise DataError(f"the hub's file is {total} bytes long, not {self.sizes[file]}", where=where, hint=LISTED)
 
 
 class _Broken(Exception):
@@ -155,6 +188,14 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+def _published(info: Any) -> Iterator[tuple[str, Published]]:
+    for file in info.siblings or ():
+        if file.size is not None:
+            large, small = file.lfs.sha256 if file.lfs else "", file.blob_id or ""
+            sha256 = large if SHA256.fullmatch(large) else ""
+            yield file.rfilename, Published(file.size, sha256, small if not file.lfs and GIT.fullmatch(small) else "")
+
+
 def _about(model: str, revision: str | None) -> Any:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -165,5 +206,9 @@ def _about(model: str, revision: str | None) -> Any:
         what, hint = REFUSED[404]
         raise DataError(what, where=model, hint=f"{hint}; a private one wants HF_TOKEN") from error
     except (HTTPError, OSError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        if status in REFUSED:
+            what, hint = REFUSED[status]
+            raise DataError(what, where=model, hint=hint) from error
         said = str(error).partition("\n")[0] or type(error).__name__
         raise UnavailableError(f"the hub does not answer: {said}", where=model, hint="try again later") from error

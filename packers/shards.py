@@ -210,7 +210,7 @@ def _inside(root: Path, name: str) -> Path:
         raise DataError(
             f"{name} is a link to {path}, outside the checkpoint's directory",
             where=str(root),
-            hint="put the files themselves there, e.g. `hf download MODEL --local-dir DIRECTORY`",
+            hint="put the files themselves there, e.g. `tidectl fetch REPOSITORY --to DIRECTORY`",
         )
     return path
 

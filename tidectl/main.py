@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from tidectl.bench_command import bench
+from tidectl.fetch_command import fetch
 from tidectl.group import Commands
 from tidectl.options import PROFILE_HELP, Json, Profile, Timeout
 from tidectl.profile_app import profile
@@ -84,6 +85,7 @@ def common(
 app.add_typer(profile, name="profile")
 app.add_typer(tide, name="tide")
 app.add_typer(bench, name="bench")
+app.command()(fetch)
 
 
 @app.command()

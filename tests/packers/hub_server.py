@@ -1,9 +1,11 @@
-"""A hub on this machine, with its faults: cut transfers, refusals that pass. Repositories are directories."""
+"""A hub on this machine, with its faults: cut transfers, refusals that pass, lies. Repositories are directories."""
 
+import hashlib
 import json
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/([^/]+)")
+RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 ABOUT = re.compile(r"/api/models/([^/]+/[^/?]+)(?:/revision/([^/?]+))?")
 
 
 class Hub:
     """`failures`: share of range requests that go wrong, by a seed. `sent_bytes`: of bodies of ranges. `token`: what a
-    request must carry."""
+    request must carry. `commit`: the newest; a repository of an earlier one is `NAME@COMMIT`. `bytes_per_s`: of a
+    connection, 0: at once. `lies`: by file, "sum" (a wrong one is published), "short" (it ends a byte before its
+    listing says), "damaged" (a bit of what is sent), "damaged once". `extra`: names that are listed, without a file."""
 
     def __init__(self, repositories: dict[str, Path], failures: float = 0.0, seed: int = 1, token: str = "") -> None:
         self.repositories, self.failures, self.token = repositories, failures, token
@@ -25,6 +29,29 @@ class Hub:
         self.sent_bytes = self.requests = self.failed = 0
         self.whole_files = False
         self.down = False
+        self.commit, self.bytes_per_s = COMMIT, 0
+        self.lies: dict[str, str] = {}
+        self.extra: list[str] = []
+
+    def directory(self, name: str, commit: str) -> Path | None:
+        """Of a repository at a commit."""
+        return self.repositories.get(name if commit == self.commit else f"{name}@{commit}")
+
+    def listed(self, path: Path, name: str) -> dict[str, Any]:
+        """As the hub does: large files by their sha256, small ones by their git blob."""
+        data, lie = path.read_bytes(), self.lies.get(name)
+        size, digest = len(data) + (lie == "short"), hashlib.sha256(data + b"?" * (lie == "sum")).hexdigest()
+        if name.endswith(".safetensors"):
+            return {"rfilename": name, "size": size, "lfs": {"sha256": digest, "size": size, "pointerSize": 134}}
+        blob = hashlib.sha1(b"blob %d\0" % len(data) + data + b"?" * (lie == "sum")).hexdigest()
+        return {"rfilename": name, "size": size, "blobId": blob}
+
+    def body(self, name: str, body: bytes) -> bytes:
+        with self.lock:
+            lie = self.lies.get(name, "")
+            if lie == "damaged once":
+                del self.lies[name]
+        return body[:-1] + bytes([body[-1] ^ 1]) if lie.startswith("damaged") else body
 
     def fate(self) -> str:
         with self.lock:
@@ -63,20 +90,25 @@ class _Handler(BaseHTTPRequestHandler):
         elif match := RESOLVE.fullmatch(self.path):
             self._range(*match.groups())
         elif match := ABOUT.match(self.path):
-            self._about(match[1])
+            self._about(match[1], match[2] or "main")
         else:
             self._answer(404, b"{}")
 
-    def _about(self, name: str) -> None:
-        path = self.hub.repositories.get(name)
+    def _about(self, name: str, revision: str) -> None:
+        commit = revision if re.fullmatch("[0-9a-f]{40}", revision) else self.hub.commit
+        path = self.hub.directory(name, commit)
         if path is None:
             self._answer(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
             return
-        files = [{"rfilename": file.name, "size": file.stat().st_size} for file in sorted(path.iterdir())]
-        self._answer(200, json.dumps({"id": name, "modelId": name, "sha": COMMIT, "siblings": files}).encode())
+        names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+        files = [self.hub.listed(path / file, file) for file in names]
+        files += [{"rfilename": name, "size": 3} for name in self.hub.extra]
+        self._answer(200, json.dumps({"id": name, "modelId": name, "sha": commit, "siblings": files}).encode())
 
     def _range(self, name: str, commit: str, file: str) -> None:
-        path, fate = self.hub.repositories[name] / file, self.hub.fate()
+        root, fate = self.hub.directory(name, commit), self.hub.fate()
+        assert root is not None, commit
+        path = root / file
         if fate == "refused":
             self._answer(503, b"", {})
             return
@@ -84,10 +116,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(429, b"", {"Retry-After": "1"})
             return
         begin, end = (int(number) for number in self.headers["Range"].removeprefix("bytes=").split("-"))
-        assert commit == COMMIT
+        if begin >= path.stat().st_size:
+            self._answer(416, b"")
+            return
         with path.open("rb") as opened:
             opened.seek(begin)
-            body = opened.read(end + 1 - begin)
+            body = self.hub.body(file, opened.read(end + 1 - begin))
         if self.hub.whole_files:
             self._answer(200, path.read_bytes())
             return
@@ -96,9 +130,23 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Range", f"bytes {begin}-{end}/{path.stat().st_size}")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(sent)
-        self.hub.sent_bytes += len(sent)
+        self._send(sent)
         if fate == "cut":
+            self.close_connection = True
+
+    def _send(self, body: bytes) -> None:
+        """What a client that was killed does not take is not counted."""
+        rate = self.hub.bytes_per_s
+        step = rate // 50 if rate else max(1, len(body))
+        try:
+            for at in range(0, len(body), step):
+                part = body[at : at + step]
+                self.wfile.write(part)
+                with self.hub.lock:
+                    self.hub.sent_bytes += len(part)
+                if rate:
+                    time.sleep(len(part) / rate)
+        except OSError:
             self.close_connection = True
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

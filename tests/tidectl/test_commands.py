@@ -30,6 +30,7 @@ COMMANDS = [
     "logs",
     "chat",
     "logits",
+    "fetch",
     "pack",
     "synth",
     "render",

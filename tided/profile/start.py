@@ -40,14 +40,15 @@ def unread(settings: Settings, reading: Reading, severity: Severity) -> list[Pro
 
 def missing(settings: Settings, reading: Reading, severity: Severity) -> list[Problem]:
     path, seed, packs = settings.model.path, settings.tide.seed, settings.experts.pack_dir
-    download = f"hf download REPOSITORY --local-dir {path}, or set model.path to where it is"
+    download = f"tidectl fetch REPOSITORY --to {path}, or set model.path to where it is"
     dense = settings.model.dense
     found = (
         ("model.path", checkpoint_fault(Path(path)), download),
         (
             "model.dense",
             checkpoint_fault(Path(dense)) if dense else "",
-            "set model.dense to where it is, or leave the key out: then model.path has all weights",
+            f"tidectl fetch REPOSITORY --dense --to {dense}; or set model.dense to where it is, or leave the key out: "
+            "then model.path has all weights",
         ),
         (
             "experts.pack_dir",

@@ -1,0 +1,361 @@
+"""`tidectl fetch`: a checkpoint of a hub, or what of it is no routed expert, onto this node and others."""
+
+import fcntl
+import os
+import shlex
+import shutil
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packers import wanted
+from packers.headers import Shard
+from packers.hub import SHA256, Repository
+from packers.manifest import Entry, Kind, Manifest, is_untouched, read_manifest, write_manifest
+from packers.transfer import Stopped, adopted, in_parallel, part_bytes, transfer
+from packers.wanted import Target
+from tidectl.fetch_nodes import Node, Nodes
+from tidectl.output import emit, say
+from tidectl.waiting import Item, Show, waiting
+from tided.errors import DataError, UnavailableError, UsageError
+
+RATE_S = 15.0  # over which a rate is told
+SPARE_BYTES = 256 << 20  # of the file system, for what else is written meanwhile
+
+
+class Options(NamedTuple):
+    """`to` None: a directory of the repository's name, here. `sums`: NAME=SHA256, the user's own word."""
+
+    repository: str
+    to: Path | None = None
+    revision: str = ""
+    dense: bool = False
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    sums: Sequence[str] = ()
+    nodes: Sequence[str] = ()
+    connections: int = 8
+    dry_run: bool = False
+
+    @property
+    def directory(self) -> Path:
+        name = self.repository.rpartition("/")[2] + ("-dense" if self.dense else "")
+        return (self.to or Path(name)).absolute()
+
+    @property
+    def kind(self) -> Kind:
+        return "dense" if self.dense else "whole"
+
+    def command(self, commit: str) -> list[str]:
+        """That goes on with it, here or on another node."""
+        told = [
+            *(["--dense"] if self.dense else []),
+            *(part for pattern in self.include for part in ("--include", pattern)),
+            *(part for pattern in self.exclude for part in ("--exclude", pattern)),
+            *(part for given in self.sums for part in ("--sha256", given)),
+        ]
+        return ["tidectl", "fetch", self.repository, "--revision", commit, "--to", str(self.directory), *told]
+
+
+@dataclass
+class Plan:
+    """`here`: files that are whole, by the manifest; `left_bytes`: of the others what has not come yet."""
+
+    repository: Repository
+    targets: list[Target]
+    manifest: Manifest
+    directory: Path
+    left_out_bytes: int = 0
+    here: set[str] = field(default_factory=set)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(target.nbytes for target in self.targets)
+
+    @property
+    def missing(self) -> list[Target]:
+        return [target for target in self.targets if target.name not in self.here]
+
+    def come_bytes(self, target: Target) -> int:
+        return part_bytes(self.directory / target.name, target.nbytes)
+
+    @property
+    def left_bytes(self) -> int:
+        return sum(target.nbytes - self.come_bytes(target) for target in self.missing)
+
+
+def run(options: Options, as_json: bool) -> None:
+    stop = threading.Event()
+    with waiting() as show:
+        plan = make_plan(options, stop, show)
+    if options.dry_run:
+        _tell_plan(options, plan, as_json)
+        return
+    nodes = Nodes(options.nodes, options.command(plan.repository.commit))
+    with _alone(options.directory):
+        refuse_shortage(plan)
+        say(_headline(plan))
+        try:
+            with waiting() as show, nodes.running() as others:
+                fetch(plan, options.connections, stop, lambda items: show([*items, *others.items()]))
+                others.wait(lambda: show([Item("here", "whole", ready=True), *others.items()]))
+        except KeyboardInterrupt:
+            stop.set()
+            left = f"{size(plan.left_bytes)} of {size(plan.total_bytes)} are left"
+            say(f"stopped: {left}; this goes on:\n  {_again(options, plan)}")
+            raise
+    _report(plan, nodes.nodes, as_json)
+
+
+def make_plan(options: Options, stop: threading.Event, show: Show) -> Plan:
+    """Asks the hub what there is; fetches of `--dense` the shards' headers, and nothing else. Raises UsageError for a
+    directory that holds something else."""
+    if options.dense and (options.include or options.exclude):
+        raise UsageError("--dense says itself which files it makes: --include and --exclude are for whole files")
+    show([Item("asking", options.repository)])
+    begun = read_manifest(options.directory)
+    repository = _pinned(options, begun, stop)
+    if options.dense:
+        targets = wanted.dense(repository, lambda files: _headers(repository, files, options.connections, stop, show))
+        left_out = wanted.left_out_bytes(repository, targets)
+    else:
+        targets, left_out = wanted.whole(repository, options.include, options.exclude), 0
+    targets = _with_sums(targets, options.sums, repository)
+    manifest = begun or Manifest(repository.name, repository.commit, options.revision, options.kind)
+    plan = Plan(repository, targets, manifest, options.directory, left_out)
+    plan.here = {target.name for target in targets if _is_here(plan, target)}
+    return plan
+
+
+def fetch(plan: Plan, connections: int, stop: threading.Event, show: Show) -> None:
+    """Brings what is missing. Raises DataError, UnavailableError; what came by then stays."""
+    plan.manifest.complete = False
+    write_manifest(plan.directory, plan.manifest)
+    progress, lock = Progress(plan), threading.Lock()
+
+    def bring(target: Target) -> None:
+        path = plan.directory / target.name
+
+        def keep(entry: Entry) -> None:
+            with lock:
+                plan.manifest.files[target.name] = entry
+                write_manifest(plan.directory, plan.manifest)
+
+        found = adopted(path, target.published, stop, progress.came) if path.is_file() else None
+        if found:
+            keep(found)
+        else:
+            transfer(plan.repository, target, path, stop, progress.came, keep)
+        plan.here.add(target.name)
+
+    jobs = [lambda target=target: bring(target) for target in plan.missing]
+    try:
+        for _ in in_parallel(jobs, connections, stop, lambda: show(progress.items())):
+            pass
+    except Stopped as error:  # only after somebody else's failure, which is raised before it
+        raise UnavailableError("the fetch was stopped", where=str(plan.directory)) from error
+    plan.manifest.complete = True
+    write_manifest(plan.directory, plan.manifest)
+
+
+class Progress:
+    """Bytes that are here, and how fast they come."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._lock = plan, threading.Lock()
+        whole = sum(target.nbytes for target in plan.targets if target.name in plan.here)
+        self._done = whole + sum(plan.come_bytes(target) for target in plan.missing)
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def came(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+
+    def items(self) -> list[Item]:
+        """For the screen. The rate is of what comes over the network: files that are read again here are none of it."""
+        now_s, fetched = time.monotonic(), self._plan.repository.fetched_bytes
+        self._seen.append((now_s, fetched))
+        while len(self._seen) > 2 and now_s - self._seen[0][0] > RATE_S:
+            self._seen.popleft()
+        since_s, before = self._seen[0]
+        rate = (fetched - before) / (now_s - since_s) if now_s > since_s else 0.0
+        done, total = self._done, self._plan.total_bytes
+        detail = f"{len(self._plan.here)} of {len(self._plan.targets)} files, {speed(rate, total - done)}"
+        state = f"{size(done)} of {size(total)}"
+        return [Item("fetching", state, detail=detail, done=done >> 20, total=max(2, total >> 20))]
+
+
+def speed(rate: float, left_bytes: int) -> str:
+    """No time is told where nothing comes: it would be a lie."""
+    if rate < 1:
+        return "nothing comes at the moment"
+    left_s = left_bytes / rate
+    left = (
+        f"{left_s:.0f} s" if left_s < 120 else f"{left_s / 60:.0f} min" if left_s < 7200 else f"{left_s / 3600:.1f} h"
+    )
+    return f"{rate / 1e6:.1f} MB/s, {left} left"
+
+
+def size(nbytes: int) -> str:
+    if nbytes >= 10**9:
+        return f"{nbytes / 1e9:.2f} GB"
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 10**6 else f"{nbytes / 1e3:.1f} kB"
+
+
+def refuse_shortage(plan: Plan) -> None:
+    """Raises UnavailableError where the file system cannot hold what is left."""
+    free = free_bytes(plan.directory)
+    if plan.left_bytes and plan.left_bytes + SPARE_BYTES > free:
+        need = f"{size(plan.left_bytes)} are to come, {size(free)} are free"
+        hint = f"make room, or name another directory with --to ({SPARE_BYTES >> 20} MiB are to stay free)"
+        raise UnavailableError(f"the file system is too small: {need}", where=str(plan.directory), hint=hint)
+
+
+def free_bytes(directory: Path) -> int:
+    """Of the file system that the directory lies on, or will."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def _pinned(options: Options, begun: Manifest | None, stop: threading.Event) -> Repository:
+    """A directory stays with the commit that it began with: files of two are no checkpoint."""
+    if begun and (begun.repository, begun.kind) != (options.repository, options.kind):
+        what = f"holds {begun.repository} ({begun.kind}), begun at commit {begun.commit[:12]}"
+        raise UsageError(f"{options.directory} {what}", hint="name another directory with --to")
+    asked = options.revision or (begun.revision if begun else "")
+    found = Repository.listed(f"{options.repository}@{asked}" if asked else options.repository, stop.wait)
+    if begun is None or found.commit == begun.commit:
+        return found
+    if options.revision:
+        raise UsageError(
+            f"{options.directory} holds commit {begun.commit[:12]}, and {options.revision} is {found.commit[:12]}",
+            hint="name another directory with --to, or leave --revision out to go on with the first",
+        )
+    say(f"{options.repository} is at {found.commit[:12]} by now; this directory stays with {begun.commit[:12]}")
+    return Repository.listed(f"{options.repository}@{begun.commit}", stop.wait)
+
+
+def _headers(
+    repository: Repository, files: Sequence[str], connections: int, stop: threading.Event, show: Show
+) -> Iterator[Shard]:
+    found, jobs = 0, [lambda file=file: repository.shard(file) for file in files]
+
+    def tell() -> None:
+        show([Item("reading headers", f"{found} of {len(files)} files", done=found, total=len(files))])
+
+    for shard in in_parallel(jobs, connections, stop, tell):
+        found += 1
+        yield shard
+
+
+def _with_sums(targets: list[Target], sums: Sequence[str], repository: Repository) -> list[Target]:
+    """The user's own sums stand beside the hub's. Raises UsageError, and DataError where the two differ."""
+    given = dict(_sum(text) for text in sums)
+    if unknown := given.keys() - {target.name for target in targets}:
+        raise UsageError(f"--sha256: {min(unknown)} is not among the files to fetch")
+    found = []
+    for target in targets:
+        sum_, said = given.get(target.name, ""), target.published
+        if sum_ and said.sha256 and sum_ != said.sha256:
+            raise DataError(f"its sha256 is {said.sha256}, not {sum_}", where=f"{repository.name}/{target.name}")
+        found.append(replace(target, published=said._replace(sha256=sum_)) if sum_ else target)
+    return found
+
+
+def _sum(text: str) -> tuple[str, str]:
+    name, _, digest = text.rpartition("=")
+    if not name or not SHA256.fullmatch(digest):
+        raise UsageError(f"--sha256 {text}: not NAME=SHA256, 64 hexadecimal digits")
+    return name, digest
+
+
+def _is_here(plan: Plan, target: Target) -> bool:
+    entry = plan.manifest.files.get(target.name)
+    if entry is None or entry.bytes != target.nbytes or not is_untouched(plan.directory / target.name, entry):
+        return False
+    return not target.published.sha256 or target.published.sha256 == entry.sha256
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One fetch at a time into a directory."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise UnavailableError(f"cannot be made or used ({error.strerror})", where=str(directory)) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise UnavailableError("another fetch writes here", where=str(directory), hint="wait for it") from error
+    finally:
+        os.close(lock)
+
+
+def _again(options: Options, plan: Plan) -> str:
+    nodes = [part for node in options.nodes for part in ("--to-node", node)]
+    return shlex.join([*options.command(plan.repository.commit), *nodes])
+
+
+def _headline(plan: Plan) -> str:
+    what = f"{plan.repository.name} at {plan.repository.commit[:12]}"
+    come = plan.total_bytes - plan.left_bytes
+    here = f", {size(come)} of them here" if come else ""
+    return f"{what}: {len(plan.targets)} files, {size(plan.total_bytes)}{here}, to {plan.directory}"
+
+
+def _tell_plan(options: Options, plan: Plan, as_json: bool) -> None:
+    files = [
+        {
+            "name": target.name,
+            "bytes": target.nbytes,
+            "here_bytes": target.nbytes if target.name in plan.here else plan.come_bytes(target),
+            "sha256": target.published.sha256 or None,
+        }
+        for target in plan.targets
+    ]
+    free = free_bytes(plan.directory)
+    if as_json:
+        more: dict[str, Any] = {"total_bytes": plan.total_bytes, "left_bytes": plan.left_bytes, "free_bytes": free}
+        emit("fetch-plan/1", {**_about(plan), **more, "left_out_bytes": plan.left_out_bytes, "files": files})
+        return
+    for one in files:
+        here = "here" if one["here_bytes"] == one["bytes"] else f"{one['here_bytes']} here" if one["here_bytes"] else ""
+        print(f"{one['bytes']:>15,}  {one['name']}  {here}".rstrip())
+    sys.stdout.flush()
+    say(_headline(plan))
+    if options.dense:
+        say(f"left out: {size(plan.left_out_bytes)} of routed experts")
+    say(f"to come: {size(plan.left_bytes)}; free there: {size(free)}")
+    for node in options.nodes:
+        say(f"on {node}: {shlex.join(options.command(plan.repository.commit))}")
+
+
+def _about(plan: Plan) -> dict[str, Any]:
+    return {
+        "repository": plan.repository.name,
+        "commit": plan.repository.commit,
+        "kind": plan.manifest.kind,
+        "path": str(plan.directory),
+    }
+
+
+def _report(plan: Plan, nodes: Sequence[Node], as_json: bool) -> None:
+    fetched = plan.repository.fetched_bytes
+    if as_json:
+        others = [{"node": node.name, "commit": plan.repository.commit} for node in nodes]
+        more = {"files": len(plan.targets), "bytes": plan.total_bytes, "fetched_bytes": fetched, "nodes": others}
+        emit("fetch/1", {**_about(plan), **more})
+        return
+    own = sum(not plan.manifest.files[target.name].by for target in plan.targets)
+    checked = f"{len(plan.targets) - own} as the hub published them" + (f", {own} put together here" if own else "")
+    say(f"{plan.directory}: {len(plan.targets)} files, {size(plan.total_bytes)}, whole ({checked})")
+    for node in nodes:
+        say(f"{node.name}: the same")

@@ -1,0 +1,116 @@
+"""The same fetch on other nodes: each runs `tidectl fetch` itself, over ssh, pinned to the same commit. So a node has
+its own token, checks its own bytes, and goes on where it was."""
+
+import shlex
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO
+
+import msgspec
+
+from tidectl.waiting import Item
+from tided.errors import UnavailableError
+
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15", "--")
+POLL_S = 0.25
+END_S = 5.0
+TAIL_LINES = 6
+NOT_FOUND = 127
+
+
+class _Told(msgspec.Struct):
+    what: str
+    where: str = ""
+    hint: str = ""
+
+
+class _Failed(msgspec.Struct):
+    """What a command prints that failed, of `--json`."""
+
+    error: _Told
+
+
+class Node:
+    """One node's fetch: the newest lines that it said, to people and to programs."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name, self._words, self._data = name, deque[str](maxlen=TAIL_LINES), deque[str](maxlen=1)
+        line = [*SSH, name, shlex.join([*command, "--json"])]
+        self._process = subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        streams = ((self._process.stdout, self._data), (self._process.stderr, self._words))
+        self._threads = [threading.Thread(target=_read, args=ends, daemon=True) for ends in streams]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def item(self) -> Item:
+        last = self._words[-1] if self._words else "asking"
+        return Item(self.name, "whole" if self.exit_code == 0 else last, ready=self.exit_code == 0)
+
+    def refuse_failure(self) -> None:
+        """Raises UnavailableError where it has ended, and not well."""
+        code = self.exit_code
+        if not code:
+            return
+        for thread in self._threads:
+            thread.join(END_S)
+        with suppress(IndexError, msgspec.DecodeError):
+            told = msgspec.json.decode(self._data[-1], type=_Failed).error
+            where = f"{self.name}, {told.where}" if told.where else self.name
+            raise UnavailableError(told.what, where=where, hint=told.hint)
+        hint = "is tidectl in the PATH of a login there that no terminal is given to?" if code == NOT_FOUND else ""
+        raise UnavailableError(
+            "\n  ".join(self._words) or f"ended with {code}",
+            where=self.name,
+            hint=hint or f"`ssh {self.name} tidectl version` must answer; then run the same command again",
+        )
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait(END_S)
+
+
+def _read(stream: IO[str], into: "deque[str]") -> None:
+    for line in stream:
+        if text := line.strip():
+            into.append(text[:4000])
+
+
+class Nodes:
+    def __init__(self, names: Sequence[str], command: Sequence[str]) -> None:
+        self._names, self._command = names, command
+        self.nodes: list[Node] = []
+
+    @contextmanager
+    def running(self) -> Iterator["Nodes"]:
+        """Starts them; at the end none is left of ours. What runs there goes on until it says something to nobody."""
+        try:
+            self.nodes = [Node(name, self._command) for name in self._names]
+            yield self
+        except FileNotFoundError as error:
+            raise UnavailableError("there is no ssh here, which --to-node needs", where=str(error.filename)) from error
+        finally:
+            for node in self.nodes:
+                with suppress(subprocess.TimeoutExpired):
+                    node.end()
+
+    def items(self) -> list[Item]:
+        for node in self.nodes:
+            node.refuse_failure()
+        return [node.item() for node in self.nodes]
+
+    def wait(self, tick: Callable[[], None]) -> None:
+        """Until each has ended well. Raises UnavailableError for one that did not."""
+        over = threading.Event()
+        while any(node.exit_code is None for node in self.nodes):
+            tick()
+            over.wait(POLL_S)
+        self.items()
