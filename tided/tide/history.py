@@ -81,13 +81,16 @@ class History:
 
     def fold(self, vote: Vote, decay: float) -> None:
         """One request's vote; what was there before is worth `decay` of what it was. A failed write is reported (log,
-        `write_error`) and costs durability only: serving goes on, and the next write holds everything."""
+        `write_error`) and costs durability only: serving goes on, and the next write, at the latest that of `close`,
+        holds everything."""
         self._back_up()
         self.demand = self.demand.folded(vote, decay)
-        if self._connection is None:
-            return
+        if self._connection is not None:
+            self._save(self._connection)
+
+    def _save(self, connection: sqlite3.Connection) -> None:
         try:
-            _write(self._connection, self.demand)
+            _write(connection, self.demand)
         except sqlite3.Error as e:
             self.write_error = f"{self.path}: the newest demand could not be written: {e}"
             log.error(self.write_error)
@@ -118,6 +121,8 @@ class History:
 
     def close(self) -> None:
         if self._connection is not None:
+            if self.write_error:
+                self._save(self._connection)
             self._connection.close()
             self._connection = None
 

@@ -1,0 +1,114 @@
+"""make faults: the mini pair is struck once for each seed, in every stage of its life, by everything that
+`tests.faults.grid` knows; a cell of the table for each, in as many seeds as there are cells.
+
+    python -m tests.faults [--seeds 1-104] [--table docs/results.md] [--within 10] [--peer-timeout 4]
+
+A failed run is printed with its seed, which strikes alike. Exit code 0 when nothing was wrong.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.faults import link
+from tests.faults.clients import EXACT, asked
+from tests.faults.grid import CELLS, Case, Layout, case
+from tests.faults.pair import Host, Nodes, Pair, make_packs
+from tests.faults.run import LIMIT_S, Outcome, Trial, serve, stop
+from tests.faults.table import write_table
+from tests.soak.clients import Answer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default=f"1-{len(CELLS)}", help="A, or A-B")
+    parser.add_argument("--table", type=Path, help="the file whose part between the marks is written anew")
+    parser.add_argument("--within", type=float, default=LIMIT_S, help="seconds in which both ranks end, or go on")
+    parser.add_argument("--peer-timeout", type=float, default=4.0)
+    options = parser.parse_args(arguments)
+    seeds = numbers(options.seeds)
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        bench = Bench(Path(folder), options.within, options.peer_timeout)
+        outcomes = bench.run([case(seed) for seed in seeds])
+    wrong = [outcome for outcome in outcomes if outcome.faults]
+    for outcome in wrong:
+        print(outcome.line)
+    print(summary(outcomes, bench.skipped))
+    if options.table:
+        write_table(options.table, outcomes, bench.skipped, options.seeds, options.peer_timeout)
+    return int(bool(wrong))
+
+
+def numbers(text: str) -> list[int]:
+    first, _, last = text.partition("-")
+    return list(range(int(first), int(last or first) + 1))
+
+
+def summary(outcomes: list[Outcome], skipped: dict[Layout, str]) -> str:
+    compared = sum(outcome.compared for outcome in outcomes)
+    wrong = sum(bool(outcome.faults) for outcome in outcomes)
+    slowest = max((outcome.seconds for outcome in outcomes), default=0.0)
+    left = "".join(f"; left out: {why}" for why in skipped.values())
+    return f"{len(outcomes)} runs, {compared} answers compared, slowest {slowest:.1f} s, {wrong} wrong{left}"
+
+
+class Bench:
+    """The pairs, one of each layout, and the answers of a clean one. `skipped`: layouts that cannot be made here."""
+
+    def __init__(self, folder: Path, limit_s: float, peer_timeout_s: float) -> None:
+        self._folder, self._limit_s, self._peer_timeout_s = folder, limit_s, peer_timeout_s
+        self._packs = make_packs(folder / "packs")
+        self.skipped: dict[Layout, str] = {}
+        self._lives = 0
+
+    def run(self, cases: list[Case]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        with self._pair(Host, resident=480) as plain:
+            expected = clean(plain)
+        for layout, kind in (("host", Host), ("nodes", Nodes)):
+            mine = [one for one in cases if one.fault.layout == layout]
+            if mine and kind is Nodes and (why := link.why_not()):
+                self.skipped["nodes"] = why
+            elif mine:
+                with self._pair(kind) as pair:
+                    outcomes += [self._try(one, pair, expected) for one in mine]
+                    stop(pair)
+        return outcomes
+
+    def _try(self, one: Case, pair: Pair, expected: dict[str, Answer]) -> Outcome:
+        began_s = time.monotonic()
+        outcome = Trial(one, pair, expected, self._limit_s).run()
+        if outcome.faults:
+            logs = [pair.log(rank)[-4000:] for rank in (0, 1)]
+            print(*logs, sep="\n--- rank 1 ---\n", file=sys.stderr)
+        print(f"{outcome.line} ({time.monotonic() - began_s:.0f} s)", file=sys.stderr, flush=True)
+        if outcome.faults:
+            pair.kill_all()
+        return outcome
+
+    @contextmanager
+    def _pair(self, kind: type[Pair], **profile: object) -> Iterator[Pair]:
+        self._lives += 1
+        pair = kind(self._folder / str(self._lives), self._packs, self._peer_timeout_s, **profile)
+        try:
+            yield pair
+        finally:
+            pair.close()
+
+
+def clean(pair: Pair) -> dict[str, Answer]:
+    """Of a pair that holds every expert, one request after the other."""
+    serve(pair)
+    found = {name: asked(pair.url, [name])[0] for name in EXACT}
+    for name, one in found.items():
+        assert one.finished, f"a clean run: {name}: {one.answer.error}"
+    stop(pair)
+    return {name: one.answer for name, one in found.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Some seeds of the simulated pair, and that wrong tokens and lost votes would be seen; `make faults` runs a thousand."""
+
+import random
+
+import pytest
+
+from tests.faults import simulated
+from tests.faults.simulated import Plan, run, small
+from tided.tide import history as histories
+
+
+@pytest.fixture(scope="module")
+def path():
+    with small() as checkpoint:
+        yield checkpoint
+
+
+@pytest.mark.parametrize("seed", [12, 15, 20, 34])
+def test_a_pair_that_is_struck_tells_nothing_wrong_and_keeps_its_votes(path, tmp_path, seed):
+    told = run(seed, path, tmp_path)
+    assert told.faults == []
+    assert told.seen["answers compared"] > 0
+    assert told.seen["votes"] > 0
+
+
+def test_seeds_differ_and_repeat():
+    plans = [Plan.draw(random.Random(seed)) for seed in range(200)]
+    assert plans == [Plan.draw(random.Random(seed)) for seed in range(200)]
+    assert {plan.fatal for plan in plans} == {"", "raise", "hang", "kill", "cut"}
+    assert {plan.rank for plan in plans if plan.fatal} == {0, 1}
+
+
+def calm(monkeypatch) -> None:
+    monkeypatch.setattr(Plan, "draw", lambda chance: Plan("", 0, 0, 0.0, 0, 0.0, 10**9, 0, 0, False))
+
+
+def test_a_record_that_is_another_is_seen(path, tmp_path, monkeypatch):
+    calm(monkeypatch)
+    read = simulated.Disk.read
+
+    def changed(self, layer, expert, out):
+        read(self, layer, expert, out)
+        out[: len(out) // 2 : 7] = bytes([0x71]) * len(out[: len(out) // 2 : 7])
+
+    monkeypatch.setattr(simulated.Disk, "read", changed)
+    assert any("where alone it is" in fault for seed in (1, 2) for fault in run(seed, path, tmp_path).faults)
+
+
+def test_a_vote_that_is_not_written_is_seen(path, tmp_path, monkeypatch):
+    calm(monkeypatch)
+    write = histories._write
+    monkeypatch.setattr(histories, "_write", lambda at, demand: None if demand.requests == 2 else write(at, demand))
+    assert any("votes were written" in fault for seed in range(1, 9) for fault in run(seed, path, tmp_path).faults)
