@@ -48,6 +48,10 @@ fuzz: setup ## 10,000 requests made from our own document, 2,000 beside it, 20,0
 soak: setup ## 500 mixed requests a run over HTTP against the mini, all experts resident and then moving ones; nothing leaks
 	$(BIN)/python -m tests.soak
 
+faults: setup ## a simulated pair 1,000 times, the mini pair at every stage of its life, each struck as its seed says; the table in docs/results.md
+	$(BIN)/python -m tests.faults.simulated
+	$(BIN)/python -m tests.faults --table docs/results.md
+
 bench: setup ## where a decode step of the mini model spends its time, on two ranks
 	$(BIN)/python bench/decode_step.py profiles/mini-deepseek.toml
 
@@ -57,4 +61,4 @@ bench-http: setup ## what HTTP costs a token of 8 streams; fails where that is t
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
-.PHONY: help setup demo lint resolve test fuzz soak test-gpu bench bench-http clean
+.PHONY: help setup demo lint resolve test fuzz soak faults test-gpu bench bench-http clean

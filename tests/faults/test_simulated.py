@@ -1,4 +1,4 @@
-"""Some seeds of the simulated pair, and that wrong tokens and lost votes would be seen; `make faults` runs a thousand."""
+"""Some seeds of the simulated pair, and that wrong tokens and lost votes are seen; `make faults` runs a thousand."""
 
 import random
 
