@@ -321,6 +321,24 @@ class Vision(Section, frozen=True):
     url_timeout_s: Annotated[float, _doc("policy", "Longest time to fetch an image.", gt=0, le=600)] = 10.0
 
 
+class Memory(Section, frozen=True):
+    """What a node keeps free. A machine whose memory is used up freezes before anybody is told."""
+
+    reserve_bytes: Annotated[
+        int, _doc("node", "Memory of a node that a start leaves free, once all is loaded.", ge=0)
+    ] = 512 << 20
+    shed_below_bytes: Annotated[
+        int,
+        _doc("node", "While serving: with less memory free the prompt cache in memory is given up; 0: never.", ge=0),
+    ] = 384 << 20
+    exit_below_bytes: Annotated[
+        int, _doc("node", "While serving: below so much free memory, for exit_after_s, the ranks end; 0: never.", ge=0)
+    ] = 256 << 20
+    exit_after_s: Annotated[
+        float, _doc("node", "Seconds below exit_below_bytes, without a break, that end the ranks.", ge=0, le=60)
+    ] = 3.0
+
+
 class Settings(Section, frozen=True):
     model: Model
     experts: Experts
@@ -330,3 +348,4 @@ class Settings(Section, frozen=True):
     parallel: Parallel = Parallel()
     server: Server = Server()
     vision: Vision = Vision()
+    memory: Memory = Memory()

@@ -7,18 +7,27 @@ from real_pair import GLM, GOLDEN, opened
 
 from tided.engine import devices
 from tided.engine.build import build_rank, open_model
-from tided.engine.devices import allocating, free_bytes, is_shortage, local_index, needs, refuse_shortage, use_device
+from tided.engine.devices import allocating, free_bytes, is_shortage, local_index, refuse_shortage, use_device
+from tided.engine.memory import Node, gates, largest_budget, needs, passing_bytes, with_resident
 from tided.engine.offline import first_pairs, settings_of
 from tided.errors import ConfigError, UnavailableError
 from tided.models.deepseek_v41.family import DeepseekV41Family
 from tided.models.parallel import Alone
-from tided.settings import Cache, Engine, Experts, Parallel, Vision
+from tided.settings import Cache, Engine, Experts, Memory, Parallel, Vision
 
 ON_CUDA = Engine(device="cuda")
 
 
 def with_settings(**changes):
     return open_model(replace(settings_of(GOLDEN), **changes))
+
+
+def asked_of(model, *ranks) -> int:
+    """What a start wants free for these ranks of one host, one prefill chunk included."""
+    stays = sum(need.nbytes for rank in ranks for need in needs(model, rank) if not need.taken)
+    memory = model.settings.memory
+    chunks = len(ranks) * passing_bytes(model)
+    return stays + max(memory.reserve_bytes, chunks + memory.exit_below_bytes)
 
 
 def huge_slots():
@@ -54,10 +63,14 @@ def test_a_rank_takes_its_device_and_one_too_many_is_refused(monkeypatch):
 def test_what_the_settings_ask_for_is_what_is_allocated():
     model = with_settings()
     rank = build_rank(model, Alone(), first_pairs(model), lambda *_: None)
-    experts, context, _ = needs(model, 0)
-    assert experts.nbytes == rank.bank.slots.nbytes
+    asked = {need.what: need.nbytes for need in needs(model, 0)}
+    assert asked["residents"] + asked["slots beside them"] == rank.residents.arena_bytes
     pool = rank.model.pool
-    assert context.nbytes == sum(t.nbytes for held in (pool.rows, pool.keys) for t in held.values()) > 0
+    assert asked["context"] == sum(t.nbytes for held in (pool.rows, pool.keys) for t in held.values()) > 0
+    lane = rank.model.open_lane(0)
+    assert 0 < lane.windows.nbytes <= asked["windows of lanes"] / model.settings.engine.lanes
+    taps = [rank.executor.tap.counts, rank.executor.tap.mass, rank.executor.tap.uses]
+    assert asked["demand"] == sum(grid.nbytes for grid in taps)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -70,7 +83,7 @@ def test_a_drafter_is_counted_with_its_experts(ranks):
     parts = {id(part): part for part in tensors(owned, shared | {id(rank.model.pool)})}
     assert 0 <= sum(part.nbytes for part in parts.values()) - drafter.nbytes < 2048  # routing tables, scales spread out
     assert drafter.nbytes > owned.blocks[0].moe.bank.slots.nbytes > 0
-    assert [need.what for need in needs(with_settings(), 0)] == ["experts", "context", "dense weights"]
+    assert "drafter" not in [need.what for need in needs(with_settings(), 0)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -89,11 +102,14 @@ def test_dense_weights_are_counted(path, ranks):
 
 def test_dense_weights_that_do_not_fit_are_refused_with_their_size(monkeypatch):
     model = opened(2, 64, path=GLM)
-    total = 2 * sum(need.nbytes for need in needs(model, 0))
+    total = asked_of(model, 0, 1)
     monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: total)
     refuse_shortage(model, 0)
     monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: total - 1)
-    with pytest.raises(UnavailableError, match=r"0\.0 GB of dense weights \(model\.path\) on each of 2 ranks"):
+    with pytest.raises(
+        UnavailableError,
+        match=r"MB of dense weights \(model\.path\).* on each of 2 ranks.* too little\n.*resident = 63 fits",
+    ):
         refuse_shortage(model, 0)
 
 
@@ -109,8 +125,8 @@ def test_the_vision_tower_is_counted_where_it_is(holder):
 
 def test_ranks_of_a_host_have_one_tower(monkeypatch):
     model = with_settings(vision=Vision(rank=1), parallel=Parallel(ranks=2))
-    both = sum(need.nbytes for rank in (0, 1) for need in needs(model, rank))
-    assert sum(need.nbytes for need in needs(model, 1)) > both / 2
+    both = asked_of(model, 0, 1)
+    assert asked_of(model, 1) > both / 2
     monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: both)
     refuse_shortage(model, 0)
     monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: both - 1)
@@ -172,16 +188,81 @@ def test_a_checkpoint_without_a_drafter_is_refused_before_its_weights_are_read(m
 
 @pytest.mark.parametrize("model", [huge_slots, huge_pool])
 def test_memory_that_is_not_there_is_missed_before_it_is_asked_for(model):
-    with pytest.raises(UnavailableError, match=r"GB of experts \(experts\.resident\).*cache\.pool_tokens.* are free"):
+    with pytest.raises(UnavailableError, match=r"B of residents \(experts\.resident\).*cache\.pool_tokens.* are free"):
         refuse_shortage(model(), 0)
+
+
+def test_a_start_that_would_die_on_its_first_long_prompt_is_refused(monkeypatch):
+    """Everything that stays fits, with the reserve; a prefill chunk beside it does not."""
+    model = with_settings(memory=Memory(reserve_bytes=10, exit_below_bytes=5))
+    stays = sum(need.nbytes for need in needs(model, 0) if not need.taken)
+    chunk = passing_bytes(model)
+    assert chunk > 100
+    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: stays + chunk + 5)
+    refuse_shortage(model, 0)
+    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: stays + chunk + 4)
+    load, serve = gates(model, 0, devices.here(model.settings), started=True)
+    assert (load.passes, serve.missing_bytes) == (True, 1)
+    with pytest.raises(UnavailableError, match=r"a prefill chunk takes .* in passing \(model\.prefill_chunk_tokens\)"):
+        refuse_shortage(model, 0)
+
+
+def test_what_a_refusal_names_fits_and_one_more_does_not(monkeypatch):
+    model = opened(2, 80)
+    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: asked_of(with_resident(model, 70), 0, 1) + 1)
+    with pytest.raises(UnavailableError, match=r"experts\.resident = 70 fits"):
+        refuse_shortage(model, 0)
+    refuse_shortage(with_resident(model, 70), 0)
+    with pytest.raises(UnavailableError):
+        refuse_shortage(with_resident(model, 71), 0)
+
+
+def test_one_memory_of_system_and_device_is_judged_once_and_without_the_file_cache(tmp_path, monkeypatch):
+    """GB10. CUDA counts the file cache as used; the system's figure does not, unless CUDA's is the larger one."""
+    model = with_settings(engine=Engine(device="cuda"))
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 104857600 kB\nMemAvailable: 94371840 kB\n")
+    monkeypatch.setattr(devices, "MEMINFO", meminfo)
+    monkeypatch.setattr(devices, "is_unified", lambda: True)
+    for device, expected in ((32 << 30, 90 << 30), (91 << 30, 91 << 30)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=device: (device, 100 << 30))
+        assert devices.here(model.settings) == Node(False, expected)
+    both = gates(model, 0, Node(False, 90 << 30), started=True)
+    assert [gate.name for gate in both] == ["load", "serve"]
+    stays = sum(need.nbytes for need in needs(model, 0) if not need.taken)
+    assert both[0].asked_bytes == stays + model.settings.memory.reserve_bytes
+
+
+def test_a_device_with_memory_of_its_own_is_judged_beside_the_system(tmp_path, monkeypatch):
+    model = with_settings(
+        engine=Engine(device="cuda"), cache=Cache(context_tokens=64, pool_tokens=64, prefix_ram_bytes=77)
+    )
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 94371840 kB\n")
+    monkeypatch.setattr(devices, "MEMINFO", meminfo)
+    monkeypatch.setattr(devices, "is_unified", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (24 << 30, 32 << 30))
+    node = devices.here(model.settings)
+    assert node == Node(True, 90 << 30, 24 << 30)
+    found = {gate.name: gate for gate in gates(model, 0, node, started=True)}
+    own = sum(need.nbytes for need in needs(model, 0) if not need.taken and not need.system)
+    others = sum(need.nbytes for need in needs(model, 0) if not need.taken and need.system)
+    assert found["load, device"].asked_bytes == own
+    assert found["serve, device"].asked_bytes == own + passing_bytes(model)
+    assert found["load"].asked_bytes == others + model.settings.memory.reserve_bytes
+    assert 77 <= others < own
+    assert largest_budget(model, [Node(True, 90 << 30, own + passing_bytes(model))], started=True) == 80
+    less = own + passing_bytes(model) - 1
+    assert largest_budget(model, [Node(True, 90 << 30, less)], started=True) == 79
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch):
     model = with_settings(parallel=Parallel(ranks=2))
-    one = sum(need.nbytes for need in needs(model, 0))
-    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: 2 * one)
+    both = asked_of(model, 0, 1)
+    assert both > 1.5 * asked_of(model, 0) - model.settings.memory.reserve_bytes
+    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: both)
     refuse_shortage(model, 1)
-    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: 2 * one - 1)
+    monkeypatch.setattr(devices, "free_bytes", lambda on_cuda: both - 1)
     with pytest.raises(UnavailableError, match="on each of 2 ranks"):
         refuse_shortage(model, 1)
     refuse_shortage(with_settings(parallel=Parallel(ranks=2, hosts=("a", "b"))), 1)

@@ -102,7 +102,7 @@ heartbeat_s, peer_timeout_s, step_timeout_s, start_timeout_s
 FILE:21:2: error: unknown section 'serve'
  21 | [serve]
     |  ^^^^^
-    = rule: the sections are model, experts, cache, tide, engine, parallel, server, vision
+    = rule: the sections are model, experts, cache, tide, engine, parallel, server, vision, memory
     = help: did you mean 'server'?
 
 FILE:25:15: error: 'tide.sensitivity' must be one of "off", "low", "medium", "high", "max", \
@@ -287,6 +287,11 @@ RULES: list[tuple[str, Literal["error", "note"], str]] = [
     ("[server]\nport = 5720\n[parallel]\nranks = 2", "error", "port 5720 is used between the ranks"),
     ("[parallel]\nheartbeat_s = 2\npeer_timeout_s = 3", "error", "dead after 3 s with a heartbeat each 2 s"),
     ("[engine]\nloop_break = 1", "error", "no answer would have a second one"),
+    (
+        "[memory]\nreserve_bytes = 5\nexit_below_bytes = 6",
+        "error",
+        "a start may leave 5 bytes free, and ends again below 6",
+    ),
     ("[vision]\nrank = 1", "error", "there is no rank 1: there are 1, from 0 on"),
     ("[vision]\nrank = 2\n[parallel]\nranks = 2", "error", "there is no rank 2: there are 2, from 0 on"),
     (

@@ -4,12 +4,23 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from tided.control.memory import available_bytes
-from tided.engine.slots import arena_bytes
+from tided.engine.memory import (
+    RESIDENTS,
+    Gate,
+    Node,
+    gates,
+    gb,
+    hosts,
+    largest_budget,
+    needs,
+    passing_bytes,
+    sharing,
+)
 from tided.errors import UnavailableError
 from tided.settings import Parallel, Settings
 
@@ -17,12 +28,8 @@ if TYPE_CHECKING:
     from tided.engine.build import OpenedModel
 
 MEMINFO = Path("/proc/meminfo")
-
-
-class Need(NamedTuple):
-    what: str
-    setting: str
-    nbytes: int
+SHOWN_SHARE = 0.01  # of all that is needed: less is not worth its place in a line
+ALWAYS = (RESIDENTS, "context")
 
 
 def use_device(settings: Settings, rank: int) -> None:
@@ -46,53 +53,47 @@ def use_device(settings: Settings, rank: int) -> None:
 
 def local_index(parallel: Parallel, rank: int) -> int:
     """How many earlier ranks run on the rank's host, by the profile's word."""
-    return _hosts(parallel)[:rank].count(_hosts(parallel)[rank])
-
-
-def _hosts(parallel: Parallel) -> tuple[str, ...]:
-    return parallel.hosts or ("",) * parallel.ranks
-
-
-def needs(opened: "OpenedModel", rank: int) -> list[Need]:
-    """What a rank allocates, in bytes. What a step needs in passing comes on top."""
-    settings = opened.settings
-    context = opened.family.context_bytes(opened.checkpoint.config, settings)
-    found = [
-        Need("experts", "experts.resident", arena_bytes(opened)),
-        Need("context", "cache.pool_tokens", context),
-        Need("dense weights", "model.path", opened.family.dense_bytes(opened.checkpoint, settings)),
-    ]
-    if drafter := opened.family.drafter_bytes(opened.checkpoint, settings):
-        found.append(Need("drafter", "engine.draft", drafter))
-    if rank == settings.vision.rank:
-        found.append(Need("vision tower", "vision.rank", opened.family.vision_bytes(opened.checkpoint.config)))
-    prompts = settings.cache.prefix_ram_bytes
-    if prompts and (settings.engine.device == "cpu" or _is_unified()):  # a cache in the system's memory
-        found.append(Need("cached prompts", "cache.prefix_ram_bytes", prompts))
-    return found
+    of = parallel.hosts or ("",) * parallel.ranks
+    return of[:rank].count(of[rank])
 
 
 def refuse_shortage(opened: "OpenedModel", rank: int) -> None:
-    """Raises UnavailableError when the memory that is free now cannot hold what the settings ask for."""
-    parallel, on_cuda = opened.settings.parallel, opened.settings.engine.device == "cuda"
-    free = free_bytes(on_cuda)
-    hosts = _hosts(parallel)
-    apart = on_cuda and not _is_unified()
-    sharing = [rank] if apart else [one for one, host in enumerate(hosts) if host == hosts[rank]]
-    if free is not None and sum(need.nbytes for one in sharing for need in needs(opened, one)) > free:
-        ranks = f" on each of {len(sharing)} ranks" if len(sharing) > 1 else ""
-        raise _shortage(f"there is not enough memory: {_listed(opened, rank)}{ranks}; {_gb(free)} are free")
+    """Raises UnavailableError when the memory that is free now cannot hold what the settings ask for, or would leave no
+    room for a prompt: what is too large, by how much, and which budget fits."""
+    node = here(opened.settings)
+    if node is None:
+        return
+    failed = [gate for gate in gates(opened, rank, node, started=True) if not gate.passes]
+    if failed:
+        raise _refusal(opened, rank, node, max(failed, key=lambda gate: gate.missing_bytes))
+
+
+def here(settings: Settings) -> Node | None:
+    """This machine as a start finds it; None where nothing tells how much is free."""
+    on_cuda = settings.engine.device == "cuda"
+    apart = on_cuda and not is_unified()
+    system = free_bytes(False)
+    if not apart:
+        free = free_bytes(on_cuda)
+        return None if free is None else Node(False, free)
+    device = free_bytes(True)
+    assert device is not None, "a device tells what is free"
+    return Node(True, device if system is None else system, device)
 
 
 def free_bytes(on_cuda: bool) -> int | None:
-    """Memory that can be allocated, what the system would give back included; None where nothing tells."""
-    if on_cuda and not _is_unified():
-        return int(torch.cuda.mem_get_info()[0])
-    return available_bytes(MEMINFO)
+    """Memory that can be allocated, what the system would give back included; None where nothing tells. A device in
+    the system's memory has its own figure too, which leaves out the file cache, and may be the larger one all the
+    same."""
+    own = int(torch.cuda.mem_get_info()[0]) if on_cuda else None
+    if own is not None and not is_unified():
+        return own
+    told = available_bytes(MEMINFO)
+    return max((figure for figure in (own, told) if figure is not None), default=None)
 
 
-def _is_unified() -> bool:
-    """A device in the system's memory: CUDA's own figure leaves out the file cache, which gives way."""
+def is_unified() -> bool:
+    """A device in the system's memory."""
     return torch.cuda.is_available() and bool(getattr(torch.cuda.get_device_properties(), "is_integrated", False))
 
 
@@ -105,7 +106,11 @@ def allocating(opened: "OpenedModel", rank: int) -> Iterator[None]:
     except Exception as error:
         if not is_shortage(error):
             raise
-        raise _shortage(f"there is not enough memory: {_listed(opened, rank)}; {error}") from error
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnavailableError(
+            f"there is not enough memory: {_listed(opened, rank)}; {said}",
+            hint="lower experts.resident, or cache.pool_tokens; `tidectl plan` shows what fits",
+        ) from error
 
 
 def is_shortage(error: Exception) -> bool:
@@ -116,13 +121,33 @@ def is_shortage(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
-def _shortage(what: str) -> UnavailableError:
-    return UnavailableError(what.strip().splitlines()[0], hint="lower experts.resident, or cache.pool_tokens")
+def _refusal(opened: "OpenedModel", rank: int, node: Node, gate: Gate) -> UnavailableError:
+    memory, several = opened.settings.memory, len(sharing(opened.settings, rank))
+    ranks = f" on each of {several} ranks" if several > 1 and not gate.name.endswith("device") else ""
+    if gate.name.startswith("serve"):
+        beside = f"a prefill chunk takes {gb(passing_bytes(opened))} in passing (model.prefill_chunk_tokens)"
+    else:
+        beside = f"{gb(memory.reserve_bytes)} stay free (memory.reserve_bytes)"
+    where = " of the device's memory" if gate.name.endswith("device") else ""
+    return UnavailableError(
+        f"there is not enough memory: {_listed(opened, rank)}{ranks}; {beside}; {gb(gate.free_bytes)}{where} are "
+        f"free, {gb(gate.missing_bytes)} too little",
+        hint=_what_fits(opened, node),
+    )
+
+
+def _what_fits(opened: "OpenedModel", node: Node) -> str:
+    """Judged as if every node were like this one."""
+    fits = largest_budget(opened, [node] * len(hosts(opened.settings)), started=True)
+    if fits is None:
+        found = [need for rank in range(len(hosts(opened.settings))) for need in needs(opened, rank)]
+        most = max((need for need in found if need.what != RESIDENTS), key=lambda need: need.nbytes)
+        return f"no budget of experts fits beside {gb(most.nbytes)} of {most.what} ({most.setting}): see `tidectl plan`"
+    return f"experts.resident = {fits} fits; lower that, or cache.pool_tokens (`tidectl plan` shows both)"
 
 
 def _listed(opened: "OpenedModel", rank: int) -> str:
-    return ", ".join(f"{_gb(need.nbytes)} of {need.what} ({need.setting})" for need in needs(opened, rank))
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB"
+    found = [need for need in needs(opened, rank) if not need.taken and need.setting]
+    least = SHOWN_SHARE * sum(need.nbytes for need in found)
+    told = [need for need in found if need.nbytes >= least or need.what in ALWAYS]
+    return ", ".join(f"{gb(need.nbytes)} of {need.what} ({need.setting})" for need in told)

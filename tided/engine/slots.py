@@ -29,8 +29,16 @@ def arena_of(opened: "OpenedModel", pairs: Sequence[Pair], device: torch.device)
 def arena_bytes(opened: "OpenedModel") -> int:
     """Of the arena on each rank; at most, where records differ in size."""
     experts, tide, kinds = opened.settings.experts, opened.settings.tide, opened.kinds
-    urgent = (tide.sync_slots + 1) * opened.largest_bytes
+    beside = (tide.sync_slots + 1) * opened.largest_bytes
     if kinds is None:
-        return urgent + (experts.resident + experts.spare_slots + tide.hot_ring_slots) * opened.largest_bytes
-    slots = zip(kinds.nbytes, kinds.spare, kinds.ring, strict=True)
-    return urgent + kinds.most_bytes(experts.resident) + sum(size * (spare + ring) for size, spare, ring in slots)
+        beside += (experts.spare_slots + tide.hot_ring_slots) * opened.largest_bytes
+    else:
+        slots = zip(kinds.nbytes, kinds.spare, kinds.ring, strict=True)
+        beside += sum(size * (spare + ring) for size, spare, ring in slots)
+    return beside + resident_bytes(opened)
+
+
+def resident_bytes(opened: "OpenedModel") -> int:
+    """Of the residents on each rank; at most, where records differ in size."""
+    resident, kinds = opened.settings.experts.resident, opened.kinds
+    return resident * opened.largest_bytes if kinds is None else kinds.most_bytes(resident)

@@ -56,6 +56,19 @@ class Family(Protocol):
         """Memory of the pool of contexts on one rank."""
         ...
 
+    def lane_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+        """Memory of one lane on one rank, beside its pages of the pool."""
+        ...
+
+    def passing_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+        """What a prefill chunk allocates on one rank and gives back: an estimate, of the widest moment of a layer."""
+        ...
+
+    @property
+    def has_engram(self) -> bool:
+        """Whether rows are looked up in tables on disk, and kept in memory."""
+        ...
+
     def dense_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
         """Memory of the weights on one rank, those of routed experts, drafter and vision tower excepted."""
         ...

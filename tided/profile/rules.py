@@ -115,6 +115,12 @@ def _loop_break(loop_break: int) -> str:
     return "every token comes once: no answer would have a second one" if loop_break == 1 else ""
 
 
+def _exit_below(exit_below_bytes: int, reserve_bytes: int) -> str:
+    if exit_below_bytes <= reserve_bytes:
+        return ""
+    return f"a start may leave {reserve_bytes} bytes free, and ends again below {exit_below_bytes}"
+
+
 def _vision_rank(rank: int, ranks: int) -> str:
     return f"there is no rank {rank}: there are {ranks}, from 0 on" if rank >= ranks else ""
 
@@ -171,6 +177,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("engine.loop_break",), "engine.loop_break is 0 (off), or 2 and more", _loop_break),
     Rule(("vision.rank", "parallel.ranks"), "vision.rank < parallel.ranks", _vision_rank),
+    Rule(
+        ("memory.exit_below_bytes", "memory.reserve_bytes"),
+        "memory.exit_below_bytes <= memory.reserve_bytes",
+        _exit_below,
+    ),
     Rule(("vision.url_hosts",), 'hosts by name, "images.example.org": without https:// and without a port', _url_hosts),
     Rule(("parallel.key_file",), "a key file that is named must be there", _file_exists),
     Rule(("server.api_keys_file",), "a key file that is named must be there", _file_exists),

@@ -20,6 +20,7 @@ from tided.models.deepseek_v41.limits import refusals
 from tided.models.deepseek_v41.model import DeepseekV41
 from tided.models.deepseek_v41.names import expected_tensors, part_of, routed_expert_names
 from tided.models.deepseek_v41.overlay import overlaid
+from tided.models.deepseek_v41.scratch import lane_bytes, passing_bytes
 from tided.models.deepseek_v41.vision import tower_bytes
 from tided.models.paged import Shape
 from tided.models.parallel import Group
@@ -28,6 +29,7 @@ from tided.settings import Settings
 
 class DeepseekV41Family:
     name = load.FAMILY
+    has_engram = True
 
     def shape(self, config: dict[str, Any]) -> Shape:
         return load.shape_of(read_config(config))
@@ -61,6 +63,12 @@ class DeepseekV41Family:
 
     def context_bytes(self, config: dict[str, Any], settings: Settings) -> int:
         return load.context_bytes(read_config(config), settings)
+
+    def lane_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+        return lane_bytes(read_config(config).text_config, settings, self.numerics(settings))
+
+    def passing_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+        return passing_bytes(read_config(config).text_config, settings)
 
     def dense_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
         inventory = expected_tensors(read_config(checkpoint.config))

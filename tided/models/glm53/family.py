@@ -18,6 +18,7 @@ from tided.models.glm53.ablation import ablated
 from tided.models.glm53.config import read_config
 from tided.models.glm53.model import Glm53
 from tided.models.glm53.names import part_of
+from tided.models.glm53.scratch import passing_bytes
 from tided.models.paged import Shape
 from tided.models.parallel import Group
 from tided.settings import Settings
@@ -27,6 +28,7 @@ NOT_THE_MODEL = ("num_nextn_predict_layers", "eos_token_id", "pad_token_id")
 
 class Glm53Family:
     name = load.FAMILY
+    has_engram = False
 
     def shape(self, config: dict[str, Any]) -> Shape:
         return load.shape_of(read_config(config))
@@ -56,6 +58,12 @@ class Glm53Family:
 
     def context_bytes(self, config: dict[str, Any], settings: Settings) -> int:
         return load.context_bytes(read_config(config), settings)
+
+    def lane_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+        return 0  # every row is in the pool
+
+    def passing_bytes(self, config: dict[str, Any], settings: Settings) -> int:
+        return passing_bytes(read_config(config), settings)
 
     def dense_bytes(self, checkpoint: Checkpoint, settings: Settings) -> int:
         return load.dense_bytes(checkpoint, settings)
