@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tided.control.heartbeat import Heartbeats
 from tided.control.keys import Keys
+from tided.control.memory import Limits, watch
 from tided.control.notify import Notifier
 from tided.control.progress import Progress
 from tided.control.state import Phase, StateFile
@@ -86,7 +87,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop.set)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
-        watch = asyncio.create_task(self._watch_engine())
+        watches = [asyncio.create_task(self._watch_engine()), asyncio.create_task(self._watch_memory())]
         try:
             await self._live()
         except TideError as fault:
@@ -94,7 +95,8 @@ class Daemon:
         except Exception as fault:
             log.exception("the loop failed")
             self._conclude(TideError(f"the loop failed: {fault or type(fault).__name__}", hint="the log has the trace"))
-        watch.cancel()
+        for task in watches:
+            task.cancel()
         error = self._outcome.result() if self._outcome.done() else None
         await self._end(error)
         return error
@@ -235,6 +237,28 @@ class Daemon:
         if self._front is not None and self._front.client.state != "starting":
             self._front.client.fail_all(error.what)
             await asyncio.sleep(FAULT_SHOWN_S)
+
+    # The node's memory
+
+    async def _watch_memory(self) -> None:
+        """From the start on: a load that takes more than was foreseen is ended too."""
+        memory = self._settings.memory
+        limits = Limits(memory.shed_below_bytes, memory.exit_below_bytes, memory.exit_after_s)
+        await watch(limits, self._shed, self._end_for_memory)
+
+    def _shed(self) -> int:
+        return self._engine.executor.caching.prefixes.shed() if self._engine is not None else 0
+
+    def _end_for_memory(self, free_bytes: int) -> None:
+        limit = self._settings.memory
+        self._conclude(
+            UnavailableError(
+                f"the memory of rank {self._rank}'s node runs out: {free_bytes / 1e9:.2f} GB are free, less than "
+                f"{limit.exit_below_bytes / 1e9:.2f} for {limit.exit_after_s:g} s",
+                hint="whoever took it keeps it (`ps -eo rss,args --sort -rss | head`); lower experts.resident, or raise "
+                "memory.reserve_bytes, so that there is room for both (`tidectl plan`)",
+            )
+        )
 
     # The engine's progress, and the service manager's watchdog
 

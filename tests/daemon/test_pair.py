@@ -64,6 +64,25 @@ def test_when_a_follower_dies_or_hangs_the_client_is_told_and_a_new_start_works(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+def test_a_node_whose_memory_runs_out_ends_both_ranks_before_it_freezes(checkpoint, tmp_path, victim):
+    free = tmp_path / "free"
+    free.write_text("9000000000")
+    fails(tmp_path, victim, f"memory 0 {free}")
+    text = profile_text(checkpoint) + "\n[memory]\nexit_after_s = 0.5\n"
+    with running(text, tmp_path, program=PATCHED) as pair:
+        stream = Stream(pair.url, max_tokens=900)
+        stream.first_words()
+        free.write_text("100000000")
+        *_, failure, done = stream.events()
+        assert done == "[DONE]"
+        assert f"the memory of rank {victim}'s node runs out: 0.10 GB are free" in failure["error"]["message"]
+        last = pair.ended()
+        assert {rank.rank: rank.exit_code for rank in last.ranks} == {victim: 69, 1 - victim: 70}
+        assert "runs out" in pair.state(0).message
+        assert "runs out" in pair.state(1).message
+
+
+@pytest.mark.parametrize("victim", [0, 1])
 def test_when_an_engine_hangs_while_its_loop_beats_on_the_client_is_told(checkpoint, tmp_path, victim):
     fails(tmp_path, victim, "hang 12")
     with running(profile_text(checkpoint), tmp_path, program=PATCHED, step_timeout_s=1.0) as pair:

@@ -87,6 +87,15 @@ class PrefixCache:
                 return [i for i, k in enumerate(keys) if self.holds(k)], number, snapshot
         return [], -1, None
 
+    def shed(self) -> int:
+        """Gives up all that is in memory, and tells its bytes; what is on disk stays. Any thread may call: a rank that
+        holds less makes all begin earlier, and nothing else."""
+        with self._lock:
+            given = self._ram.used_bytes
+            for key in list(self._ram.entries):
+                self._drop(self._ram.remove(key))
+        return given
+
     def check(self) -> None:
         """Raises AssertionError unless the books agree."""
         with self._lock:
