@@ -71,7 +71,9 @@ def verify(
     replay: Annotated[bool, typer.Option(help="Run its cases again.")] = True,
     url: Url = None,
     api_key: ApiKey = None,
-    tolerance: Annotated[float, typer.Option(metavar="SHARE", min=0, help="How much slower than the receipt is no failure.")] = 0.15,
+    tolerance: Annotated[
+        float, typer.Option(metavar="SHARE", min=0, help="How much slower than the receipt is no failure.")
+    ] = 0.15,
     json: Json = False,
 ) -> None:
     """Check a receipt: that it is whole and adds up, and that its runs can be made again.

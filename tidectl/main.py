@@ -11,6 +11,7 @@ from tidectl.bench_command import bench
 from tidectl.fetch_command import fetch
 from tidectl.group import Commands
 from tidectl.options import PROFILE_HELP, Json, Profile, Timeout
+from tidectl.plan_command import plan
 from tidectl.profile_app import profile
 from tidectl.profiles import names as profile_names
 from tidectl.tide_app import tide
@@ -86,6 +87,7 @@ app.add_typer(profile, name="profile")
 app.add_typer(tide, name="tide")
 app.add_typer(bench, name="bench")
 app.command()(fetch)
+app.command()(plan)
 
 
 @app.command()

@@ -255,7 +255,7 @@ class Daemon:
             UnavailableError(
                 f"the memory of rank {self._rank}'s node runs out: {free_bytes / 1e9:.2f} GB are free, less than "
                 f"{limit.exit_below_bytes / 1e9:.2f} for {limit.exit_after_s:g} s",
-                hint="whoever took it keeps it (`ps -eo rss,args --sort -rss | head`); lower experts.resident, or raise "
+                hint="`ps -eo rss,args --sort -rss | head` shows who took it; lower experts.resident, or raise "
                 "memory.reserve_bytes, so that there is room for both (`tidectl plan`)",
             )
         )
