@@ -16,11 +16,13 @@ from pathlib import Path
 
 from tests.faults import link
 from tests.faults.clients import EXACT, asked
-from tests.faults.grid import CELLS, Case, Layout, case
+from tests.faults.grid import CELLS, Case, Layout, case, numbers
 from tests.faults.pair import Host, Nodes, Pair, make_packs
 from tests.faults.run import LIMIT_S, Outcome, Trial, serve, stop
 from tests.faults.table import write_table
 from tests.soak.clients import Answer
+
+RECEIPT = "faults.txt"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(summary(outcomes, bench.skipped))
     if options.table:
         write_table(options.table, outcomes, bench.skipped, options.seeds, options.peer_timeout)
+        receipt = options.table.parent / "receipts" / RECEIPT
+        command = f"python -m tests.faults --seeds {options.seeds} --peer-timeout {options.peer_timeout:g}"
+        receipt.write_text(
+            "\n".join([command, *(outcome.line for outcome in outcomes), summary(outcomes, bench.skipped), ""])
+        )
     return int(bool(wrong))
-
-
-def numbers(text: str) -> list[int]:
-    first, _, last = text.partition("-")
-    return list(range(int(first), int(last or first) + 1))
 
 
 def summary(outcomes: list[Outcome], skipped: dict[Layout, str]) -> str:

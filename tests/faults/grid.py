@@ -86,3 +86,9 @@ def case(seed: int) -> Case:
     amount, jitter_s = chance.choice(fault.amounts), chance.choice((0.0, chance.uniform(0, 0.03)))
     strike = Strike(seed, fault.deed or "hold", stage, after, jitter_s, amount)
     return Case(seed, fault, stage, rank, strike)
+
+
+def numbers(text: str) -> list[int]:
+    """A, or A-B."""
+    first, _, last = text.partition("-")
+    return list(range(int(first), int(last or first) + 1))

@@ -2,7 +2,7 @@
 from a seed: reads that fail, are late or damaged on one rank, a rank that ends, hangs or is killed, a link that is cut,
 a full disk, damaged files, a clock that jumps, clients that leave. Then a second life on what the first left behind.
 
-    python -m tests.faults.simulated [--seeds 1-1000]
+    python -m tests.faults.simulated [--seeds 1-1000] [--receipt FILE]
 
 Whatever happens: what was told of an answer is the beginning of the right one; each request ends once; both ranks end,
 or none; and the history holds every vote that could be written.
@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -36,6 +36,7 @@ from real_pair import Living
 from small_model import EXPERTS, LAYERS, TOP_K, small_model, small_pages, write_small
 from test_engine_stateful import LENGTHS, SAMPLED, alone, ask, prompt
 
+from tests.faults.grid import numbers
 from tided.cache import bundle
 from tided.control.messages import Step
 from tided.engine import core
@@ -409,22 +410,37 @@ def small() -> Iterator[Path]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="1-1000", help="A, or A-B")
-    first, _, last = parser.parse_args(arguments).seeds.partition("-")
+    parser.add_argument("--receipt", type=Path, help="where all that is printed is kept")
+    options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
+    said = [f"python -m tests.faults.simulated --seeds {options.seeds}"]
+
+    def say(line: str) -> None:
+        said.append(line)
+        print(line, flush=True)
+
+    wrong = run_all(numbers(options.seeds), say)
+    if options.receipt:
+        options.receipt.write_text("\n".join(said) + "\n")
+    return int(wrong > 0)
+
+
+def run_all(seeds: Sequence[int], say: Callable[[str], None]) -> int:
+    """How many of them were wrong."""
     seen: Counter[str] = Counter()
-    wrong, began_s, seeds = 0, time.monotonic(), range(int(first), int(last or first) + 1)
+    wrong, began_s = 0, time.monotonic()
     with small() as path:
-        for seed in seeds:
+        for done, seed in enumerate(seeds, 1):
             told = run(seed, path, path.parent)
             seen += told.seen
             wrong += bool(told.faults)
             for fault in told.faults:
-                print(f"seed {seed}: {fault[:600]}", flush=True)
-            if seed % 50 == 0:
-                print(f"{seed - seeds[0] + 1} of {len(seeds)}, {wrong} wrong", file=sys.stderr, flush=True)
-    print(f"{len(seeds)} runs in {time.monotonic() - began_s:.0f} s, {wrong} wrong")
-    print(", ".join(f"{count} {what}" for what, count in sorted(seen.items())))
-    return int(wrong > 0)
+                say(f"seed {seed}: {fault[:600]}")
+            if done % 50 == 0:
+                print(f"{done} of {len(seeds)}, {wrong} wrong", file=sys.stderr, flush=True)
+    say(f"{len(seeds)} runs in {time.monotonic() - began_s:.0f} s, {wrong} wrong")
+    say(", ".join(f"{count} {what}" for what, count in sorted(seen.items())))
+    return wrong
 
 
 if __name__ == "__main__":
