@@ -57,7 +57,7 @@ FULL: dict[str, list[dict[str, Any]]] = {
     ],
     "CompletionRequest": [
         {"prompt": prompt, "add_bos": False, "parse_special": False, "echo": True, "best_of": 1, "suffix": "",
-         "max_tokens": 5, "max_completion_tokens": 5, "logprobs": 1, "stop": "x"}
+         "max_tokens": 5, "max_completion_tokens": 5, "logprobs": 1, "prompt_logprobs": 2, "adapt": True, "stop": "x"}
         for prompt in ("a", [1], ["a"], [[1], [2]])
     ],
     "ResponseRequest": [
@@ -93,6 +93,7 @@ BEYOND_WORDS = re.compile(
     "|^tool_choice.type: any, but there are no tools|^tool_choice.name: expected the name of one of the tools that"
     "|^tools: only tools of type function are supported|^tools: the name .* is used twice"
     "|^top_logprobs: needs logprobs|^best_of: is only supported where it equals n|^max_tokens: 0 says nothing"
+    "|^adapt: false is for prompts that are scored"
     "|: a text that was begun cannot be held to a format|^(ignore_eos|min_tokens): contradicts a grammar"
     "|^add_generation_prompt: |: only an assistant message without tool calls can be continued"
 )
