@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from heldout.texts import FILE, message_of
 from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from tidectl.evals.texts import FILE, message_of, rows
 from tided.chat import families as chat
 from tided.chat.messages import Conversation, Message
 from tided.chat.tokenizer import Tokenizer
@@ -100,10 +100,9 @@ def long_texts(settings: Settings, tokens: int, count: int) -> list[list[int]]:
     """The held-out conversations, domain by domain in turns, as long ones in the model's own format: each begins with
     others."""
     by_domain: dict[str, list[list[Message]]] = {}
-    for line in FILE.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if "messages" in row and not row.get("tools") and row["messages"][0]["role"] == "user":
-            by_domain.setdefault(row["domain"], []).append(list(map(message_of, row["messages"])))
+    for row in rows(FILE):
+        if row.messages and not row.tools and row.messages[0].role == "user":
+            by_domain.setdefault(row.domain, []).append(list(map(message_of, row.messages)))
     turns = [messages for group in zip(*by_domain.values(), strict=False) for messages in group]
     checkpoint = open_checkpoint(settings.model)
     encode = chat.family_of(checkpoint.config).encode_prompt

@@ -32,9 +32,9 @@ from typing import Any, get_args
 
 import msgspec
 from decode_step import JOB, KEYS, PHASES, RESULT, TIMEOUT_S, Shown, tell
-from heldout.texts import Text, read
 from msgspec.structs import replace
 
+from tidectl.evals.texts import Text, read
 from tided import guard
 from tided.control.keys import load_keys
 from tided.control.lockstep import Follower, Leader, Solo

@@ -30,9 +30,9 @@ from typing import Any
 
 import msgspec
 from decode_step import JOB, KEYS, PHASES, RESULT, TIMEOUT_S, Shown, pilot_of, tell
-from heldout.texts import read
 from msgspec.structs import replace
 
+from tidectl.evals.texts import read
 from tided import guard
 from tided.cache.pool import PAGE_TOKENS
 from tided.control.keys import load_keys

@@ -37,7 +37,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from heldout.texts import Text, read
 from msgspec.structs import replace
 from residency_engine import (
     ADAPTS,
@@ -53,6 +52,7 @@ from residency_engine import (
 )
 from residency_report import ALL, ANSWERS, Answer, Seen, back_after, bootstrap, gain, pick, show, summary
 
+from tidectl.evals.texts import Text, read
 from tided.engine.offline import settings_of
 from tided.profile import load
 from tided.settings import Settings

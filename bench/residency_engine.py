@@ -12,11 +12,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from heldout.texts import Text
 from msgspec.structs import replace
 from residency_report import Answer, Seen
 from torch import Tensor
 
+from tidectl.evals.texts import Text
 from tided.control.lockstep import Solo
 from tided.engine.build import OpenedModel, Rank, build_rank, open_model, scheduler_limits
 from tided.engine.leader import LeaderEngine

@@ -1,6 +1,6 @@
-"""Draws the held-out texts of `bench/residency.py`.
+"""Draws the held-out texts of `tidectl eval` and `bench/residency.py`.
 
-    python bench/heldout/draw.py > bench/heldout/texts.jsonl
+    python bench/heldout/draw.py > tidectl/evals/heldout.jsonl
 
 Conversations come from the generators of the mini's training data, from a seed that training never used; prose and code
 from this repository, which training never saw. A line is a conversation as a client would send it, or a plain text.

@@ -12,9 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import residency  # noqa: E402
-from heldout.texts import read  # noqa: E402
 from residency import tour  # noqa: E402
 from residency_report import ALL, ANSWERS, Answer, Seen, back_after, figures, gain  # noqa: E402
+
+from tidectl.evals.texts import read  # noqa: E402
 
 MINI = ROOT / "minis" / "deepseek"
 

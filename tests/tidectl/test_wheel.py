@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 from tidectl import profiles
+from tidectl.evals.texts import FILE
 
 ROOT = Path(__file__).parents[2]
 BUILD = "from setuptools.build_meta import build_wheel; build_wheel('wheel')"
@@ -33,3 +34,4 @@ def test_the_bundled_profiles_are_found_from_a_wheel(tmp_path: Path) -> None:
     assert found == {name: site / "profiles" / f"{name}.toml" for name in profiles.bundled()}
     assert found
     assert (site / "profiles" / "seeds" / "ds41-mxfp4.json").is_file()
+    assert (site / "tidectl" / "evals" / "heldout.jsonl").read_bytes() == FILE.read_bytes()
