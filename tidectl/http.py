@@ -78,6 +78,17 @@ def _unknown_request(url: str, request_id: str) -> RequestFailed:
     return RequestFailed(f"nothing is known of the request {request_id}", where=url, hint=hint)
 
 
+def post(url: str, key: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON object that a route answers with."""
+    with _response(url, "POST", path, body, _headers(key), ANSWER_S) as response:
+        data = response.read(MAX_BODY_BYTES)
+        _raise_for(response.status, data)
+    found = _json(data)
+    if not isinstance(found, dict):
+        raise RequestFailed(f"{path} did not answer with a JSON object", where=url)
+    return found
+
+
 def answer(url: str, key: str, body: Mapping[str, Any]) -> Any:
     """The JSON of a chat completion that is not streamed."""
     with _response(url, "POST", "/v1/chat/completions", body, _headers(key), ANSWER_S) as response:

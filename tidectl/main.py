@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from tidectl.bench_command import bench
+from tidectl.eval_command import evaluate
 from tidectl.fetch_command import fetch
 from tidectl.group import Commands
 from tidectl.options import PROFILE_HELP, Json, Profile, Timeout
@@ -88,6 +89,7 @@ app.add_typer(tide, name="tide")
 app.add_typer(bench, name="bench")
 app.command()(fetch)
 app.command()(plan)
+app.command("eval")(evaluate)
 
 
 @app.command()

@@ -222,6 +222,7 @@ async def test_a_prompt_s_tokens_are_told_by_id_with_their_ranks(server, engine,
     assert [list(one) for one in told[1:]] == [["6", "4"], ["7", "4"]]
     assert told[2]["7"] | {"decoded_token": ""} == {"logprob": -2.0, "rank": 2, "decoded_token": ""}
     assert told[2]["4"]["rank"] == 1
+    assert [one["4"]["logprob"] for one in told[1:]] == [-0.5, -0.5]
 
 
 async def test_an_echo_and_ids_tell_of_as_many_as_each_was_asked_for(server, engine):

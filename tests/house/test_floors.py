@@ -50,6 +50,7 @@ FLOORS: dict[str, set[str]] = {
         "tided.control.files",
         "tided.control.keys",
         "tided.engine.offline",
+        "tided.engine.offline_scores",
         "tided.engine.build",
         "tided.engine.facts",
         "tided.engine.memory",

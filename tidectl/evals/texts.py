@@ -16,7 +16,7 @@ import msgspec
 
 from tided.chat.families import GLM53, Family, family_of
 from tided.chat.glm53 import OBSERVATION, USER
-from tided.chat.messages import Conversation, Message, Tool, ToolCall
+from tided.chat.messages import Conversation, Message, Role, Tool, ToolCall
 from tided.chat.tokenizer import Tokenizer
 from tided.errors import DataError
 
@@ -35,7 +35,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    role: str
+    role: Role
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[Call] = []

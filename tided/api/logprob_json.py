@@ -57,10 +57,9 @@ class LogprobJson:
         return [None, *(self._ranked(one, most) for one in scores)]
 
     def _ranked(self, one: TokenLogprob, most: int) -> dict[str, Any]:
-        likeliest = [(token_id, value, at) for at, (token_id, value) in enumerate(one.top[:most], 1)]
-        told = {
-            token_id: (value, rank) for token_id, value, rank in ((one.token_id, one.logprob, one.rank), *likeliest)
-        }
+        likeliest = {token_id: (value, at) for at, (token_id, value) in enumerate(one.top[:most], 1)}
+        own = {one.token_id: (one.logprob, one.rank)}
+        told = own | {token_id: ranked for token_id, ranked in likeliest.items() if token_id not in own}
         return {
             str(token_id): {"logprob": max(value, LEAST), "rank": rank, "decoded_token": self.text(token_id)}
             for token_id, (value, rank) in told.items()

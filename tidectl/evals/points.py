@@ -1,0 +1,56 @@
+"""Rows of several starts in one file: a server has one budget at a time, a curve has several."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tided.errors import DataError, UnavailableError
+
+NAMES = ("model", "texts", "case", "overlay", "share")
+MOST_BYTES = 64 << 20
+
+
+def kept(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds the rows to the file, in place of older ones of the same case; gives all that are of the same model and
+    texts. Raises DataError for a file of something else."""
+    old = _read(file)
+    names = {_name(row) for row in rows}
+    every = [row for row in old if _name(row) not in names] + rows
+    _write(file, every)
+    same = {(row["model"], row["texts"]) for row in rows}
+    return [row for row in every if (row["model"], row["texts"]) in same]
+
+
+def _name(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in NAMES)
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    hint = "--points names a file that `tidectl eval` made, or one that is not there yet"
+    try:
+        if not file.exists():
+            return []
+        if file.stat().st_size > MOST_BYTES:
+            raise DataError(f"over {MOST_BYTES} bytes", where=str(file), hint=hint)
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"the points cannot be read ({error})", where=str(file), hint=hint) from error
+    if not all(isinstance(row, dict) and {*NAMES, "mean"} <= row.keys() for row in rows):
+        raise DataError("no points of an evaluation", where=str(file), hint=hint)
+    return rows
+
+
+def _write(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Whole, or as it was."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with temporary.open("x", encoding="utf-8") as out:
+            out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(file)
+    except OSError as error:
+        raise UnavailableError(f"the points cannot be written ({error.strerror})", where=str(file)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
