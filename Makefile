@@ -42,6 +42,11 @@ test-gpu: setup ## what needs a CUDA device; says so where there is none
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	  then $(BIN)/pytest -m gpu; else echo "no CUDA device here: nothing was tested"; fi
 
+test-page: setup ## the page of the expert map in a headless Chromium, and on the mini while it is asked
+	@command -v chromium chromium-browser google-chrome google-chrome-stable chrome > /dev/null || \
+	  { echo "no Chromium in PATH: apt-get install chromium (Debian, Ubuntu), then again"; exit 1; }
+	$(BIN)/pytest tests/page
+
 fuzz: setup ## 10,000 requests made from our own document, 2,000 beside it, 20,000 damaged files, messages and answers: never a fault or a hang
 	TIDE_FUZZ_EXAMPLES=650 $(BIN)/pytest -n auto tests/api/test_document_fuzz.py tests/api/test_openai_fuzz.py tests/fuzz
 
@@ -61,4 +66,4 @@ bench-http: setup ## what HTTP costs a token of 8 streams; fails where that is t
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
-.PHONY: help setup demo lint resolve test fuzz soak faults test-gpu bench bench-http clean
+.PHONY: help setup demo lint resolve test fuzz soak faults test-page test-gpu bench bench-http clean

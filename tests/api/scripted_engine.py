@@ -76,7 +76,8 @@ class ScriptedEngine:
         self.play: Callable[[ScriptedAnswer], None] | None = None
         self.state, self.fault = "ready", ""
         self.map: dict[str, Any] | None = None
-        self.counters: dict[str, float] = {}
+        self.counters: dict[str, Any] = {}
+        self.map_shape, self.map_cells, self.held_share = (2, 4), bytes(8), 0.75
         self._arrived = asyncio.Condition()
 
     def script(self, *pieces: str, reason: str = "stop") -> None:
@@ -111,10 +112,19 @@ class ScriptedEngine:
     def expert_map(self, slots: bool = False) -> dict[str, Any] | None:
         return self.map and self.map | ({"slots": [[0, -1]]} if slots else {})
 
+    def shape(self) -> tuple[int, int]:
+        return self.map_shape
+
+    def cells(self) -> bytes | None:
+        return self.map_cells
+
+    def held(self) -> float | None:
+        return self.held_share
+
     def recent(self, count: int) -> list[dict[str, Any]]:
         return [dict(STATS)] * min(count, len(self.answers))
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, Any]:
         return self.counters
 
     def health(self) -> dict[str, Any]:

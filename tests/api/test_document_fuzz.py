@@ -44,6 +44,7 @@ FUZZ = settings(
     deadline=None, suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate, Phase.shrink]
 )
 PATIENCE_S = 20
+ENDLESS = {"/v1/expert-map/events"}  # held to the document by test_expert_events.py
 CALLS = f'\n\n<{DSML} calls>\n<{DSML} invoke name="f">\n</{DSML} invoke>\n</{DSML} calls>'
 ANSWERS = [("thought</think>", "an", "swer"), ("</think>",), ("a</think>b", CALLS), ("the tide 涨潮",)]
 
@@ -112,7 +113,11 @@ def test_bodies(url, operation, mode):
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("operation", [one for one in OPERATIONS if one.method == "get"], ids=lambda one: one.path)
+@pytest.mark.parametrize(
+    "operation",
+    [one for one in OPERATIONS if one.method == "get" and one.path not in ENDLESS],
+    ids=lambda one: one.path,
+)
 def test_what_is_asked_without_a_body(url, operation):
     @settings(FUZZ, max_examples=max(2, EXAMPLES // 10))
     @given(operation.as_strategy(generation_mode=GenerationMode.POSITIVE))

@@ -15,6 +15,7 @@ import pytest
 from scripted_engine import Server, flow, said, until
 
 from tided.api import door as module
+from tided.api import expert_page
 from tided.api.door import Connection, _unread_bytes
 from tided.api.ports import Limits
 
@@ -213,6 +214,12 @@ def small_buffers(server: Server) -> None:
 
 PAGE = b"GET /expert-map HTTP/1.1\r\nHost: x\r\n\r\n"
 DOCUMENT = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"  # forty times as long
+
+
+@pytest.fixture(autouse=True)
+def short_page(monkeypatch):
+    """Of a length that these tests count on."""
+    monkeypatch.setattr(expert_page, "PAGE", "x" * 3200)
 
 
 @pytest.mark.parametrize("asked", [PAGE * 16, PAGE * 1000], ids=["few", "many"])

@@ -1,5 +1,7 @@
-"""GET /v1/expert-map."""
+"""GET /v1/expert-map, and the page."""
 
+import base64
+import hashlib
 import re
 
 import pytest
@@ -65,11 +67,43 @@ async def test_the_page_needs_no_key_and_nothing_from_elsewhere(serve, tmp_path)
     async with server.session.get("/expert-map") as response:
         page = await response.text()
         assert (response.status, response.content_type) == (200, "text/html")
-        assert "default-src 'none'" in response.headers["Content-Security-Policy"]
-    assert not re.findall(r"(?:https?:)?//[a-z]|src=|<link|@import", page)
-    assert "v1/expert-map?since=" in page
-    async with server.session.get("/v1/expert-map") as response:
-        assert response.status == 401
+        allowed = response.headers["Content-Security-Policy"]
+    for tag, directive in (("script", "script-src"), ("style", "style-src")):
+        [inside] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}';" in allowed
+    assert allowed.startswith("default-src 'none';")
+    assert "unsafe" not in allowed
+    assert "frame-ancestors 'none'" in allowed
+    elsewhere = r"(?:https?:)?//[a-z]|\ssrc=|@import|url\(|\sstyle=|\son[a-z]+="
+    assert not re.findall(elsewhere, page.replace("http://www.w3.org/2000/svg", ""))
+    assert re.findall(r'<link[^>]*href="(\w+):', page) == ["data"]
+    for path in ("/v1/expert-map", "/v1/expert-map/events"):
+        async with server.session.get(path) as response:
+            assert response.status == 401
+
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
+
+
+async def test_a_browser_gets_the_page_and_a_probe_its_word(server):
+    async with server.session.get("/expert-map") as response:
+        page = await response.text()
+    async with server.session.get("/", headers={"Accept": BROWSER}) as response:
+        assert (response.content_type, await response.text()) == ("text/html", page)
+        assert response.headers["Vary"] == "Accept"
+        assert "Content-Security-Policy" in response.headers
+    for accept in ("*/*", "application/json", "application/json, text/plain, */*", "", "text/*"):
+        async with server.session.get("/", headers={"Accept": accept}) as response:
+            assert await response.json() == {"status": "ok", "engine": "tidelm"}
+    async with server.session.head("/", headers={"Accept": BROWSER}) as response:
+        assert (response.status, await response.read()) == (200, b"")
+
+
+async def test_what_the_reply_depends_on_is_told_beside_the_origin(serve):
+    server = await serve(cors_origins=("http://page",))
+    async with server.session.get("/") as response:
+        assert response.headers["Vary"] == "Accept, Origin"
 
 
 async def test_while_nothing_is_loaded(server):

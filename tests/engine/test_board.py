@@ -3,9 +3,10 @@
 import random
 
 import numpy as np
+import pytest
 
 from tided.control.messages import Change, Load, Swap
-from tided.engine.board import RECENT_S, ExpertBoard, as_json
+from tided.engine.board import RECENT_S, ExpertBoard, HeatLevels, as_json, cells, heat_levels, held
 
 
 def rows(board: ExpertBoard) -> list[str]:
@@ -98,3 +99,31 @@ def test_what_is_shown_of_the_largest_model_is_small():
 
     text = to_json(as_json(board, np.random.default_rng(1).random(19_200), 0.0))
     assert len(text) < 60_000
+
+
+def test_equal_heat_is_in_the_same_tenth():
+    assert heat_levels(np.ones(100)).tolist() == [0] * 100
+    mixed = heat_levels(np.array([1.0] * 50 + [2.0] * 50))
+    assert mixed.tolist() == [0] * 50 + [5] * 50
+
+
+def test_cells_are_state_and_heat():
+    board = ExpertBoard(1, 10, [(0, 0), (0, 1)], [(0, 9)])
+    board.changed(Change(load=[Load(1, (0, 8), None)]), 0.0)
+    assert cells(board, None) == bytes([0x1F, 0x1F, *[0x0F] * 6, 0x3F, 0x2F])
+    heat = np.arange(10.0)
+    assert cells(board, heat_levels(heat)) == bytes([0x10, 0x11, 2, 3, 4, 5, 6, 7, 0x38, 0x29])
+    assert held(board, heat) == pytest.approx((0 + 1 + 9) / 45)
+
+
+def test_heat_is_looked_at_once_a_second_and_where_it_is_new():
+    levels, first, second = HeatLevels(), np.arange(10.0), np.arange(10.0)[::-1].copy()
+    assert levels.of(None, 0.0) is None
+    one = levels.of(first, 10.0)
+    assert one is not None
+    assert one.tolist() == list(range(10))
+    assert levels.of(second, 10.5) is one
+    two = levels.of(second, 11.0)
+    assert two is not None
+    assert two.tolist() == list(range(10))[::-1]
+    assert levels.of(second, 99.0) is two

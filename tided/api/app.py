@@ -1,5 +1,6 @@
 """The HTTP application of rank 0. One engine, one model; OpenAI's API and Anthropic's."""
 
+import asyncio
 import hashlib
 import ipaddress
 import logging
@@ -22,6 +23,7 @@ from tided.api.routes import DOCUMENT, add_routes, api_document
 from tided.api.served import ServedModel
 from tided.api.slots import Slots
 from tided.api.small_routes import numbers_of
+from tided.api.viewers import Viewers
 from tided.chat.families import Family
 from tided.chat.tokenizer import Tokenizer
 from tided.errors import ConfigError
@@ -62,12 +64,15 @@ def build_app(
         admission=Admission(engine, settings.engine.queue, settings.server.max_body_bytes),
         slots=Slots(limits.prepare_s),
         images=Images(served, geometry, limits.prepare_s),
+        viewers=Viewers(engine, settings.model.served_name),
         fingerprint=_fingerprint(identity, settings),
         overlay=overlay,
     )
     app[METRICS] = Metrics(engine, settings.model.served_name, version("tidelm"), overlay.sha256 if overlay else "")
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_threads)
+    app.cleanup_ctx.append(_publisher)
+    app.on_shutdown.append(_end_of_view)
     app[DOCUMENT] = api_document(version("tidelm"))
     add_routes(app)
     return app
@@ -99,3 +104,15 @@ async def _threads(app: web.Application) -> AsyncIterator[None]:
     app[CONTEXT].slots.close()
     app[CONTEXT].images.close()
     app[CONTEXT].served.grammars.close()
+
+
+async def _publisher(app: web.Application) -> AsyncIterator[None]:
+    running = asyncio.create_task(app[CONTEXT].viewers.run())
+    yield
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def _end_of_view(app: web.Application) -> None:
+    """Before the server waits for its replies: these would not end by themselves."""
+    app[CONTEXT].viewers.close()

@@ -17,6 +17,7 @@ from tided.api.images import Images
 from tided.api.ports import Engine, Limits
 from tided.api.served import ServedModel
 from tided.api.slots import Slots
+from tided.api.viewers import Viewers
 
 _RETRY_MOST_S, _RETRY_DRAINING_S = 60, 30
 
@@ -32,6 +33,7 @@ class Context:
     admission: Admission
     slots: Slots
     images: Images
+    viewers: Viewers
     fingerprint: str
     overlay: Overlay | None = None
     started_s: float = field(default_factory=time.monotonic)

@@ -1,12 +1,15 @@
-"""GET /v1/expert-map: where every routed expert is. Reads what the engine shows, and asks it nothing."""
+"""GET /v1/expert-map: where every routed expert is, once; /v1/expert-map/events: as it changes. Both read what the
+engine shows, and ask it nothing."""
 
 import time
+from contextlib import aclosing
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
-from tided.api.context import CONTEXT
+from tided.api.context import CONTEXT, NOTE
 from tided.api.errors import unavailable
 from tided.api.json_text import to_json
+from tided.api.sse import EventStream, ReaderStalledError
 
 
 async def expert_map(request: web.Request) -> web.Response:
@@ -34,3 +37,22 @@ async def expert_map(request: web.Request) -> web.Response:
         **found,
     }
     return web.Response(text=to_json(body), content_type="application/json", charset="utf-8", headers={"ETag": tag})
+
+
+async def expert_events(request: web.Request) -> web.StreamResponse:
+    """Server-sent events for as long as the client reads (`viewers`). `?follow=0`: all that is now, and the end."""
+    context = request.app[CONTEXT]
+    if request.method == hdrs.METH_HEAD or request.query.get("follow", "1") == "0":
+        return web.Response(text=context.viewers.whole(), content_type="text/event-stream", charset="utf-8")
+    stream = EventStream(request, context.limits.stall_s)
+    async with aclosing(context.viewers.follow(context.limits.keepalive_s)) as texts:
+        first = await anext(texts)  # refused before the status line
+        try:
+            await stream.open()
+            await stream.write(first)
+            async for text in texts:
+                await stream.write(text)
+            return await stream.close()
+        except (ReaderStalledError, TimeoutError, ConnectionError):
+            request[NOTE].outcome = "reader gone"
+            return stream.abort()

@@ -101,7 +101,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Access-Control-Expose-Headers"] = "x-request-id, request-id, retry-after"
     if request.app[CONTEXT].served.settings.server.cors_origins:
-        response.headers["Vary"] = "Origin"
+        response.headers["Vary"] = ", ".join(filter(None, (response.headers.get("Vary"), "Origin")))
 
 
 async def expect(request: web.Request) -> None:

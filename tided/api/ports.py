@@ -33,6 +33,19 @@ class Engine(Protocol):
         """Where every expert is, by layer; None while nothing is loaded."""
         ...
 
+    def shape(self) -> tuple[int, int]:
+        """Layers of experts, experts of a layer."""
+        ...
+
+    def cells(self) -> bytes | None:
+        """A byte an expert, its state times 16 and its heat, 0 to 9 (15: nobody follows it); None while nothing is
+        loaded."""
+        ...
+
+    def held(self) -> float | None:
+        """Share of what the next tokens are expected to ask for that is in memory; None where nobody expects."""
+        ...
+
     def recent(self, count: int) -> list[dict[str, Any]]:
         """`x_engine_stats` of the last answers, the newest first; 100 are kept."""
         ...

@@ -4,13 +4,13 @@ from aiohttp import web
 
 from tided.api.anthropic import count, messages
 from tided.api.completions import completions
-from tided.api.expert_map import expert_map
+from tided.api.expert_map import expert_events, expert_map
 from tided.api.expert_page import expert_page
 from tided.api.json_text import to_json
 from tided.api.metrics import CONTENT_TYPE, metrics
 from tided.api.middleware import Handler, expect
 from tided.api.openai import chat_completions
-from tided.api.openapi.document import Operation, Query, document
+from tided.api.openapi.document import EVENTS, Operation, Query, document
 from tided.api.openapi.terms import integer, one, text
 from tided.api.responses import responses
 from tided.api.small_routes import MOST_STATS, health, hello, model, models, root, stats, trace
@@ -24,10 +24,13 @@ async def openapi(request: web.Request) -> web.Response:
 
 
 _GET: tuple[tuple[Operation, Handler], ...] = (
-    (Operation(path="/", about="Whether anybody listens.", gives="Alive"), root),
+    (Operation(path="/", about="Whether anybody listens; for a browser the page of the map.", gives="Alive"), root),
     (Operation(path="/health", about="Whether the engine serves, and how.", gives="Health", refusals=(503,)), health),
     (Operation(path="/api/hello", about="What Claude Code warms its connection with.", gives="Alive"), hello),
-    (Operation(path="/expert-map", about="The map as a page; its data needs a key.", media="text/html"), expert_page),
+    (
+        Operation(path="/expert-map", about="The map as a page, live; its data needs a key.", media="text/html"),
+        expert_page,
+    ),
     (Operation(path="/metrics", about="Prometheus' text format.", media=CONTENT_TYPE), metrics),
     (Operation(path="/openapi.json", about="This document.", gives="Document"), openapi),
     (Operation(path="/v1/models", about="The names of the served model.", gives="ModelList"), models),
@@ -63,6 +66,17 @@ _GET: tuple[tuple[Operation, Handler], ...] = (
             refusals=(304, 503),
         ),
         expert_map,
+    ),
+    (
+        Operation(
+            path="/v1/expert-map/events",
+            about="The map and the tide as they move, for as long as the client reads.",
+            media=EVENTS,
+            streams="ExpertEvent",
+            query=(Query("follow", "0: all that is now, and the end.", one("0", "1")),),
+            refusals=(429, 503),
+        ),
+        expert_events,
     ),
 )
 _POST: tuple[tuple[Operation, Handler], ...] = (

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from packers.overlay import Overlay
 from tided.api.context import CONTEXT, Context
+from tided.api.expert_page import page, wants_page
 from tided.api.json_text import to_json
 from tided.api.served import unknown_model
 from tided.chat.text import shorten
@@ -20,8 +21,11 @@ MOST_STATS = 100
 _STATUS = {"ready": "ok", "starting": "loading", "draining": "draining", "fault": "fault"}
 
 
-async def root(_: web.Request) -> web.Response:
-    return _json({"status": "ok", "engine": "tidelm"})
+async def root(request: web.Request) -> web.Response:
+    """Clients probe whether anybody listens; a browser gets the page."""
+    reply = page() if wants_page(request.headers.get("Accept", "")) else _json({"status": "ok", "engine": "tidelm"})
+    reply.headers["Vary"] = "Accept"
+    return reply
 
 
 async def hello(_: web.Request) -> web.Response:

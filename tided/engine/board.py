@@ -4,8 +4,9 @@ The engine's thread writes in place or replaces whole values; others read. Nobod
 and no question ever reaches the engine.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from tided.control.messages import Change, Load
 from tided.engine.stats import Reads
+from tided.engine.types import Fidelity
 
 Pair = tuple[int, int]
 SlotOf = Callable[[Pair], int | None]
@@ -22,11 +24,32 @@ NOT_LOADED, RESIDENT, TRANSIENT, LOADING = b"0123"
 RECENT_S = 3.0  # who looks once a second sees every load
 MOST_RECENT = 1024
 FIGURES_EVERY_S = 0.25
+HEAT_EVERY_S = 1.0
+NO_HEAT = 15
+
+
+Phase = Literal["prompt", "answer", "parked"]
+
+
+class LaneFigures(msgspec.Struct, frozen=True):
+    """A request that has a lane. `admitted_s` (monotonic) tells it from others of the lane; tokens of its prompt that
+    are computed, and of its answer; drafts of it that were verified, and of those the accepted ones."""
+
+    lane: int
+    phase: Phase
+    admitted_s: float
+    prompt_tokens: int
+    computed_tokens: int
+    answer_tokens: int
+    drafted: int
+    accepted: int
+    fidelity: Fidelity
 
 
 class Figures(msgspec.Struct, frozen=True):
     """Counters of rank 0 since its start, and its memory, as of one moment. `rank_wait_s`: by rank, how long rank 0
-    waited for it when digests were compared (`rank_waits` times); the others' lag, as rank 0 sees it."""
+    waited for it when digests were compared (`rank_waits` times); the others' lag, as rank 0 sees it. `weight`: routing
+    weight of all picks; of it that of missed ones, and of those that were substituted."""
 
     steps: int = 0
     reads: Reads = Reads()
@@ -37,6 +60,13 @@ class Figures(msgspec.Struct, frozen=True):
     rank_waits: int = 0
     device_bytes: int = 0
     arena_bytes: int = 0
+    weight: float = 0.0
+    missed_weight: float = 0.0
+    substituted_weight: float = 0.0
+    answer_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    lanes: tuple[LaneFigures, ...] = ()
 
 
 class Recent(msgspec.Struct, frozen=True):
@@ -131,7 +161,44 @@ def _by_layer(slots: list[int], experts: int) -> list[list[int]]:
 
 
 def _digits(heat: npt.NDArray[np.float64], experts: int) -> Sequence[str]:
-    places = np.empty(len(heat), dtype=np.int64)
-    places[np.argsort(heat, kind="stable")] = np.arange(len(heat))
-    text = (places * 10 // len(heat) + ord("0")).astype(np.uint8).tobytes().decode()
+    text = (heat_levels(heat) + ord("0")).tobytes().decode()
     return [text[at : at + experts] for at in range(0, len(text), experts)]
+
+
+def heat_levels(heat: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
+    """[pairs] -> [pairs], 0 to 9: the tenth of all pairs that each is in, equal ones in the same, which is the lowest
+    that one of them is in."""
+    last = np.maximum(np.arange(1, 10) * len(heat) // 10 - 1, 0)  # of each tenth but the hottest
+    edges = np.partition(heat, last)[last]
+    levels: npt.NDArray[np.uint8] = np.searchsorted(edges, heat, side="left").astype(np.uint8)
+    return levels
+
+
+class HeatLevels:
+    """`heat_levels` for who looks often: made anew once a second at most, and only where there is something new."""
+
+    def __init__(self) -> None:
+        self._heat: npt.NDArray[np.float64] | None = None
+        self._levels: npt.NDArray[np.uint8] | None = None
+        self._made_s = -math.inf
+
+    def of(self, heat: npt.NDArray[np.float64] | None, now_s: float) -> npt.NDArray[np.uint8] | None:
+        if heat is not self._heat and now_s - self._made_s >= HEAT_EVERY_S:
+            self._heat, self._made_s = heat, now_s
+            self._levels = None if heat is None else heat_levels(heat)
+        return self._levels
+
+
+def cells(board: ExpertBoard, levels: npt.NDArray[np.uint8] | None) -> bytes:
+    """A byte an expert: its state times 16, and its heat, 15 where nobody follows it."""
+    states = np.left_shift(np.frombuffer(bytes(board.states), dtype=np.uint8), 4, dtype=np.uint8)  # "0" is 0x30
+    return bytes(states | (np.uint8(NO_HEAT) if levels is None else levels))
+
+
+def held(board: ExpertBoard, heat: npt.NDArray[np.float64]) -> float:
+    """The share of what the next tokens are expected to ask for that can be routed to now; layers count alike."""
+    states = np.frombuffer(bytes(board.states), dtype=np.uint8).reshape(board.layers, board.experts)
+    here = (states == RESIDENT) | (states == TRANSIENT)
+    grid = heat.reshape(here.shape)
+    whole = grid.sum(axis=1)
+    return float(np.divide((grid * here).sum(axis=1), whole, out=np.ones(len(whole)), where=whole > 0).mean())

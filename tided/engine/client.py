@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 from msgspec.structs import asdict
 
 from tided.control.memory import available_bytes
-from tided.engine.board import ExpertBoard, Figures
+from tided.engine.board import ExpertBoard, Figures, HeatLevels, cells, held
 from tided.engine.board import as_json as as_map
 from tided.engine.speed import DecodeSpeed
 from tided.engine.stats import Residency, rounded
@@ -111,7 +111,7 @@ class EngineClient:
         self.recent_stats: deque[dict[str, Any]] = deque(maxlen=RECENT_STATS)  # newest first
         self.peer_bytes: dict[int, int] = {}  # memory that the other ranks' nodes could still give
         self._lanes, self._queue, self._token_bytes = lanes, queue, token_bytes
-        self._speed = DecodeSpeed()
+        self._speed, self._levels = DecodeSpeed(), HeatLevels()
         self._engine: EngineThread | None = None
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, Answer] = {}
@@ -196,19 +196,34 @@ class EngineClient:
         shown = as_map(engine.board, engine.heat, time.monotonic(), slots)
         return {"generation": engine.residency.generation, "last_request_miss_rate": last} | shown
 
+    def shape(self) -> tuple[int, int]:
+        """Layers of experts, and experts of a layer; of nothing while nothing is loaded."""
+        return (0, 0) if self._engine is None else (self._engine.board.layers, self._engine.board.experts)
+
+    def cells(self) -> bytes | None:
+        """A byte an expert, its state times 16 and its heat (15: nobody follows it); None while nothing is loaded."""
+        engine = self._engine
+        return None if engine is None else cells(engine.board, self._levels.of(engine.heat, time.monotonic()))
+
+    def held(self) -> float | None:
+        """Share of what the next tokens are expected to ask for that is in memory; None where nobody expects."""
+        heat = None if self._engine is None else self._engine.heat
+        return None if heat is None or self._engine is None else held(self._engine.board, heat)
+
     def recent(self, count: int) -> list[dict[str, Any]]:
         """Statistics of the last answers, the newest first."""
         return list(islice(self.recent_stats, count))
 
     def figures(self) -> dict[str, Any]:
         """Counters of the engine, at most a moment old; none while nothing is loaded. By rank: `rank_wait_s`, and
-        `available_bytes` of the ranks' nodes."""
+        `available_bytes` of the ranks' nodes. `lanes`: the requests that have one."""
         if self._engine is None:
             return {}
         figures = asdict(self._engine.figures)
         reads = dataclasses.asdict(figures.pop("reads"))
         own = available_bytes()
         memory = ({} if own is None else {0: own}) | self.peer_bytes
+        figures["lanes"] = [asdict(lane) for lane in figures["lanes"]]
         return figures | {f"reads_{name}": value for name, value in reads.items()} | {"available_bytes": memory}
 
     def health(self) -> dict[str, Any]:

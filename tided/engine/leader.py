@@ -100,9 +100,9 @@ class LeaderEngine(Engine):
 
     @property
     def heat(self) -> Weights | None:
-        """[layers * experts], replaced and never changed: what the next tokens are expected to ask for. None: nobody
-        follows it without a ring."""
-        return self.motion.hot.heat.expected if self.motion.has_ring else None
+        """[layers * experts], replaced and never changed: what the next tokens are expected to ask for; without a ring
+        what plans are made from, as of the newest prompt or request. None: nobody follows it."""
+        return self.motion.hot.heat.expected if self.motion.has_ring else self.ledger.wanted
 
     @property
     def traces(self) -> Traces:
@@ -168,8 +168,16 @@ class LeaderEngine(Engine):
             self.board.changed(change, self.last_step_s)
         if self.last_step_s - self._figures_s >= FIGURES_EVERY_S or not self.scheduler.running:
             self._figures_s = self.last_step_s
+            routed, drafts = self.ledger.routed(), self.ledger.drafts
             self.figures = Figures(
                 steps=self.seq,
+                weight=routed.weight,
+                missed_weight=routed.missed_weight,
+                substituted_weight=routed.missed_weight - routed.read_weight,
+                answer_tokens=self.ledger.answer_tokens,
+                drafted=drafts.drafted,
+                accepted=drafts.accepted,
+                lanes=self.ledger.lanes(),
                 reads=self.ledger.reads(),
                 swaps=self._swaps,
                 kv_tokens_used=self.scheduler.held_tokens,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from tided.control.messages import Decode, Mask, Prefill, Step
+from tided.engine.board import LaneFigures
 from tided.engine.costs import NOTHING, Touched
 from tided.engine.executor import Demand, Executor, Outcome
 from tided.engine.loops import LoopWatch
@@ -22,7 +23,7 @@ from tided.engine.moments import Moments
 from tided.engine.motion import Motion, Moved
 from tided.engine.ports import Pilot
 from tided.engine.scheduler import Running, Scheduler
-from tided.engine.stats import Picks, Reads, RequestStats, Residency, log_line
+from tided.engine.stats import Drafts, Picks, Reads, RequestStats, Residency, log_line
 from tided.engine.trace import Traces, Uses
 from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Scored, Started, TokenLogprob, Tokens
 from tided.errors import PairError, RequestError
@@ -58,6 +59,36 @@ class Ledger:
         self._waits = Waits()  # before the step in hand
         self.token_bytes: Sequence[bytes | None] = ()
         self._watches: dict[str, LoopWatch] = {}  # by request
+        self._taken = Picks()  # of all requests, as far as their demand was taken
+        self._totals: dict[int, Array] = {}  # by lane, as the newest step left them: of what was not
+        self.answer_tokens, self.drafts = 0, Drafts()
+
+    @property
+    def wanted(self) -> Array | None:
+        """[layers * experts]: what plans are made from, as of the newest prompt or request. None: nobody plans."""
+        return self._moments.wanted if self._moments else None
+
+    def routed(self) -> Picks:
+        """By all requests since the start; of answers that go on, as of their newest step."""
+        return sum((Picks(*totals.tolist()) for totals in self._totals.values()), self._taken)
+
+    def lanes(self) -> tuple[LaneFigures, ...]:
+        return tuple(self._lane(lane, running) for lane, running in sorted(self._scheduler.running.items()))
+
+    def _lane(self, lane: int, running: Running) -> LaneFigures:
+        stats = self._stats_of(running)
+        spec = stats.drafts
+        return LaneFigures(
+            lane=lane,
+            phase="parked" if running.parked else "prompt" if running.in_prefill else "answer",
+            admitted_s=stats.admitted_s or 0.0,
+            prompt_tokens=len(running.request.prompt_ids),
+            computed_tokens=running.computed,
+            answer_tokens=stats.completion_tokens,
+            drafted=spec.drafted,
+            accepted=spec.accepted,
+            fidelity=running.request.fidelity,
+        )
 
     @property
     def open_ids(self) -> list[str]:
@@ -153,6 +184,7 @@ class Ledger:
         depths = dict(zip(work.lanes, work.drafts or [0] * len(work.lanes), strict=True))
         for lane, depth in depths.items():
             self._stats(lane).stepped(depth, came[lane])
+            self.drafts = Drafts(self.drafts.drafted + depth, self.drafts.accepted + came[lane] - 1)
         draft_s, lanes = self._executor.draft_s if work.propose else 0.0, self._executor.lanes
         self._scheduler.depths.done(
             {lane: (depth, came[lane]) for lane, depth in depths.items()},
@@ -220,6 +252,7 @@ class Ledger:
 
     def _prompt_done(self, stats: RequestStats, lane: int, demand: Demand) -> None:
         stats.prefill = picks(demand)
+        self._taken += stats.prefill
         if self._moments and stats.request.adapts:
             self._moments.prompt_done(*on_host(demand), stats.prefilled_tokens, lane)
 
@@ -232,6 +265,7 @@ class Ledger:
         """For the answers that go on."""
         totals = self._executor.tap.totals.cpu().numpy()
         running = [lane for lane in lanes if lane in self._scheduler.running]
+        self._totals |= {lane: totals[lane] for lane in running}
         answers = {lane: (self._stats(lane).decoded_tokens, totals[lane]) for lane in running}
         moments.step_done(answers, self._demand_so_far)
 
@@ -247,6 +281,7 @@ class Ledger:
                 self._give_up(self._scheduler.finish(lane), f"the grammar cannot be followed: {guide.error}")
                 return
         stats.token(now_s)
+        self.answer_tokens += 1
         self._scheduler.drew(lane, 1)
         stopped = token in request.stop_ids
         stats.loop_break = not stopped and self._loops(request, stats.completion_tokens, token)
@@ -296,6 +331,8 @@ class Ledger:
     def _take_demand(self, stats: RequestStats, lane: int) -> None:
         """What was routed since the prompt was complete; of an incomplete prompt, all."""
         demand = self._executor.tap.take(lane)
+        self._totals.pop(lane, None)
+        self._taken += picks(demand)
         if stats.first_token_s is None:
             stats.prefill = picks(demand)
         else:

@@ -25,6 +25,7 @@ class Moments:
     def __init__(self, motion: Motion, pilot: Pilot) -> None:
         self._motion, self._pilot = motion, pilot
         self._prompt_mass: dict[int, Array] = {}  # by lane
+        self.wanted: Array = pilot.scores().ravel()  # [pairs], replaced and never changed: by the newest request
 
     def chunk_done(self, tokens: int, chunks_left: int, demand: Callable[[int], LaneDemand], lane: int) -> None:
         """`tokens` of a prompt are computed, and it goes on."""
@@ -35,6 +36,7 @@ class Moments:
         if self._motion.has_ring:
             self._motion.hot.prompt_done(mass, lane)
         self._plan(self._pilot.prompt_done(counts, mass, totals, tokens, lane=lane), "prompt")
+        self.wanted = self._pilot.scores().ravel()
 
     def step_done(self, answers: Mapping[int, tuple[int, npt.ArrayLike]], demand: Callable[[int], LaneDemand]) -> None:
         """Tokens were drawn for answers that go on (`Pilot.step_done`)."""
@@ -45,10 +47,12 @@ class Moments:
     def request_done(self, counts: Array, mass: Array, totals: Array, tokens: int, lane: int) -> None:
         """The demand is that since `prompt_done`; of an incomplete prompt, all."""
         self._pilot.request_done(counts, mass, totals, tokens, lane=lane)
+        scores = self._pilot.scores()
+        self.wanted = scores.ravel()
         prompt = self._prompt_mass.pop(lane, None)
         if self._motion.has_ring:
             self._motion.hot.request_done(mass if prompt is None else mass + prompt, lane)
-            self._motion.hot.rebase(self._pilot.scores())
+            self._motion.hot.rebase(scores)
 
     def idle(self) -> None:
         """Nothing is asked for."""

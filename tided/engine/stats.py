@@ -4,7 +4,7 @@ the moment it is submitted, so a cancelled one never reports its predecessor's."
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -51,6 +51,13 @@ class Picks:
                 "read": int(self.read),
             },
         }
+
+
+class Drafts(NamedTuple):
+    """Drafts that were verified, and of those the accepted ones."""
+
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Residency(msgspec.Struct, frozen=True):
@@ -178,6 +185,11 @@ class RequestStats:
         self.stepped_tokens += tokens
 
     @property
+    def drafts(self) -> Drafts:
+        drafted = sum(depth * steps for depth, steps in self.depths.items())
+        return Drafts(drafted, self.stepped_tokens - self.depths.total())
+
+    @property
     def decode_s(self) -> float:
         return 0.0 if self.first_token_s is None else self.last_s - self.first_token_s
 
@@ -245,11 +257,11 @@ class RequestStats:
 
     def _spec(self) -> dict[str, Any]:
         """`steps`: those that verified drafts; the means are those of all decode steps."""
-        steps, drafted = self.depths.total(), sum(depth * steps for depth, steps in self.depths.items())
+        steps, (drafted, accepted) = self.depths.total(), self.drafts
         return {
             "steps": steps - self.depths[0],
             "drafted": drafted,
-            "accepted": self.stepped_tokens - steps,
+            "accepted": accepted,
             "accept_len_mean": rounded(ratio(self.stepped_tokens, steps)),
             "depth_mean": rounded(ratio(drafted, steps)),
         }

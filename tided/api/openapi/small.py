@@ -23,6 +23,7 @@ from tided.api.openapi.terms import (
 
 _NAME = text(1)
 _PAIRS = array(array(COUNT, 2, least=2))
+_NUMBERS = array(ANY_NUMBER)
 _DIGITS = said("A digit for each expert of a layer.", array(text(pattern="^[0-9]*$")))
 
 SCHEMAS: dict[str, Schema] = {
@@ -121,6 +122,49 @@ SCHEMAS: dict[str, Schema] = {
             "last_request_miss_rate": nullable(ANY_NUMBER),
         },
         {"slots": said("-1: none.", array(array({"type": "integer", "minimum": -1})))},
+    ),
+    "ExpertEvent": said(
+        "By the event's name.",
+        {
+            "anyOf": [
+                said(
+                    "map: `cells` is base64 of a byte an expert, layer by layer: its state times 16, and its heat, 0 "
+                    "to 9 (15: nobody follows it).",
+                    told({"model": _NAME, "layers": COUNT, "experts": COUNT, "states": array(_NAME), "cells": text()}),
+                ),
+                said(
+                    "cells: base64 of three bytes a change, the highest first: its place in `cells` times 64, and its "
+                    "new byte. Of several in one event none repeats.",
+                    told({"cells": text()}),
+                ),
+                said(
+                    "tide: samples, a column each; with `whole` all that are kept. Counters stand as they are, so a "
+                    "difference may be taken over any span: 1 - missed / weight is the coverage.",
+                    told(
+                        {
+                            "at": _NUMBERS,
+                            "weight": _NUMBERS,
+                            "missed": _NUMBERS,
+                            "substituted": _NUMBERS,
+                            "swaps": array(COUNT),
+                            "hot_reads": array(COUNT),
+                            "read_bytes": array(COUNT),
+                            "tokens": array(COUNT),
+                            "held": array(nullable(ANY_NUMBER)),
+                        },
+                        {"whole": TRUTH},
+                    ),
+                ),
+                said(
+                    "now: the engine's own names may be more.",
+                    {
+                        "type": "object",
+                        "properties": {"state": _NAME, "lanes": array(ANY_OBJECT), "counts": ANY_OBJECT},
+                        "required": ["state", "fault", "queue", "lanes_total", "lanes", "tok_s", "counts"],
+                    },
+                ),
+            ]
+        },
     ),
     "Stats": told({"object": always("list"), "data": array(ANY_OBJECT)}),
     "TokenizeRequest": either(
