@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tidectl import profiles
 from tidectl.fetch import Options
-from tidectl.supervise import local_ranks
+from tidectl.nodes import local_ranks
 from tided.errors import UsageError
 from tided.profile import load
 

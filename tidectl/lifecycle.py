@@ -1,40 +1,41 @@
-"""`tidectl start | stop | restart`, over the supervisor of this machine."""
+"""`tidectl start | stop | restart`, from rank 0's machine over all nodes of a profile."""
 
-import os
-import subprocess
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tidectl import http, logs, profiles, supervisor
+from tidectl import differing, profiles, stopping, supervisor
+from tidectl.node_messages import Lines, Tail
+from tidectl.node_work import claim
+from tidectl.nodes import Node, nodes_of
 from tidectl.output import emit, say
+from tidectl.peers import Team
 from tidectl.preflight import check_ports, check_profile
-from tidectl.running import look, url_of
+from tidectl.running import look
+from tidectl.starting import OutOfTime, RankFailed, Start
 from tidectl.state import state_dir
 from tidectl.waiting import Item, line, waiting
 from tided.control.state import RankState
-from tided.errors import NotRunningError, TideError
+from tided.errors import NotRunningError, TideError, UsageError
 from tided.settings import Settings
 
 LOG_LINES = 15
-STOP_MARGIN_S = 20.0  # beside server.drain_s: what the supervisor itself allows, and some
-HEALTH_EVERY_S = 0.25
-ABORT_S = 15.0  # an interrupted start has no request to finish
 
 
-def start(profile: Path, timeout_s: float, as_json: bool) -> None:
-    """Everything that can be refused is refused before a process is started."""
+def start(profile: Path, timeout_s: float, as_json: bool, here_alone: bool = False) -> None:
+    """Everything that can be refused is refused before a process is started. `here_alone`: other nodes are left to
+    themselves."""
     settings = check_profile(profile)
     directory = state_dir()
-    _claim(directory)
+    nodes = _nodes(settings, profile, here_alone)
+    claim(directory)
     check_ports(settings)
-    _start(profile, directory, timeout_s, as_json)
+    with Team(nodes, directory) as team:
+        _start(team, settings, profile, directory, timeout_s, as_json)
 
 
 def stop(timeout_s: float | None, as_json: bool) -> None:
     directory = state_dir()
-    ended = _stop(directory, timeout_s)
+    ended = stopping.stop(directory, timeout_s)
     if as_json:
         emit("stop/1", ended)
     else:
@@ -44,9 +45,9 @@ def stop(timeout_s: float | None, as_json: bool) -> None:
                 say(f"rank {rank['rank']} {supervisor.how_ended(rank['exit_code'])}")
 
 
-def restart(profile: Path | None, timeout_s: float, as_json: bool) -> None:
-    """The new profile is judged before the old one is stopped: a mistake in it costs no service. Where nothing runs,
-    what ran last is started."""
+def restart(profile: Path | None, timeout_s: float, as_json: bool, here_alone: bool = False) -> None:
+    """The new profile is judged before the old one is stopped, as far as that is possible without the memory and the
+    ports that the old one holds: a mistake in it costs no service. Where nothing runs, what ran last is started."""
     directory = state_dir()
     now = supervisor.status(directory)
     ran = now.run or now.last
@@ -54,64 +55,72 @@ def restart(profile: Path | None, timeout_s: float, as_json: bool) -> None:
         raise NotRunningError("nothing runs, and nothing ran here before", hint="tidectl start PROFILE")
     chosen = profile or Path(ran.profile if ran else "")
     settings = check_profile(chosen)
+    nodes = _nodes(settings, chosen, here_alone)
     if now.run is None:
         say(f"nothing was running: starting {profiles.name_of(str(chosen))}")
-    if now.run is not None:
-        _stop(directory, None)
-    _claim(directory)
+    else:
+        with waiting() as show:
+            show([Item("checking", f"{profiles.name_of(str(chosen))}, beside what runs")])
+            differing.refuse(settings, nodes)
+        stopping.stop(directory, None)
+    claim(directory)
     check_ports(settings)
-    _start(chosen, directory, timeout_s, as_json)
+    with Team(nodes, directory) as team:
+        _start(team, settings, chosen, directory, timeout_s, as_json)
 
 
-def _claim(directory: Path) -> None:
-    """Refuses when something runs; else ends what a killed supervisor left, which still holds memory and ports."""
-    lock = supervisor.take_lock(directory)
-    try:
-        supervisor.clean(directory)
-    finally:
-        os.close(lock)
+def _nodes(settings: Settings, profile: Path, here_alone: bool) -> list[Node]:
+    """Rank 0's node first. Others are started from there alone."""
+    nodes = nodes_of(settings.parallel)
+    if here_alone:
+        return [node for node in nodes if node.here]
+    if not nodes[0].here:
+        hint = "start it there; --here starts the ranks of this machine alone, for rank 0 to find"
+        raise UsageError(f"rank 0 is on {nodes[0].host}, not on this machine", where=str(profile), hint=hint)
+    return nodes
 
 
-def _start(profile: Path, directory: Path, timeout_s: float, as_json: bool) -> None:
-    handle = supervisor.start(profile, directory)
+def _start(team: Team, settings: Settings, profile: Path, directory: Path, timeout_s: float, as_json: bool) -> None:
+    run = Start(team, settings, profile, directory)
     try:
         with waiting() as show:
-            ranks = handle.wait_ready(timeout_s, lambda ranks: show(loading(ranks)))
+            ranks = run.run(timeout_s, show)
     except KeyboardInterrupt:
-        _abort(handle)
+        say("interrupted: ending the ranks")
+        _abort(run)
+        say("nothing is running")
+        raise
+    except RankFailed as failed:
+        _abort(run)
+        _show_log(failed)
+        raise failed.error from failed
+    except OutOfTime:
+        say(line(run.items()))
         raise
     except TideError:
-        _show_why(directory)
+        _abort(run)
         raise
     _report(profile, directory, ranks, as_json)
 
 
-def _abort(handle: supervisor.Handle) -> None:
+def _abort(run: Start) -> None:
     """Nothing serves yet, so nothing is waited for but the ranks' own end."""
-    say("interrupted: ending the ranks")
-    handle.process.terminate()
-    try:
-        handle.process.wait(ABORT_S)
-    except subprocess.TimeoutExpired:
-        handle.process.kill()
-        handle.process.wait()
-    _claim(handle.state_dir)
-    say("nothing is running")
+    for error in run.abort():
+        say(f"{error.where}: its ranks could not be ended: {error.what}")
 
 
-def _show_why(directory: Path) -> None:
-    """How far the ranks are that go on loading, or the log of the one that ended: its last word is often shorter."""
-    now = supervisor.status(directory)
-    if now.running:
-        say(line(loading(now.ranks)))
-    found = supervisor.culprit(now.last) if now.last and not now.running else None
-    if found is None:
+def _show_log(failed: RankFailed) -> None:
+    """The log of the rank that ended: its last word is often shorter."""
+    if failed.rank is None:
         return
-    told = [line for line in found.message.splitlines() if line.strip()]
-    lines = logs.tail_of(directory, found.rank, LOG_LINES)
-    lines = [line for line in lines if not any(part in line for part in told)]
+    told = [line for line in failed.error.what.splitlines() if line.strip()]
+    try:
+        found = failed.member.ask(Tail(failed.rank, LOG_LINES), Lines).lines
+    except TideError:  # the node is gone
+        return
+    lines = [text for _, text in found if not any(part in text for part in told)]
     if lines:
-        say(f"the last lines of rank {found.rank}'s log:")
+        say(f"the last lines of rank {failed.rank}'s log:")
         say("\n".join(f"  {line}" for line in lines))
 
 
@@ -124,75 +133,3 @@ def _report(profile: Path, directory: Path, ranks: list[RankState], as_json: boo
     name = profiles.name_of(str(profile))
     model = (now.health or {}).get("model") or "the model"
     say(f"{model} serves at {now.url} (profile {name})" if now.url else f"{name}: the ranks of this machine are ready")
-
-
-def _stop(directory: Path, timeout_s: float | None) -> dict[str, Any]:
-    """Stops what runs: how each rank ended, and the requests that were cut."""
-    now = supervisor.status(directory)
-    drain_s = _drain_s(now)
-    limit_s = drain_s + STOP_MARGIN_S if timeout_s is None else timeout_s
-    if now.run is not None:
-        say(f"stopping {profiles.name_of(now.run.profile)} (running requests may finish)")
-    requests = _OpenRequests(url_of(now))
-    try:
-        supervisor.stop(directory, limit_s, requests)
-    except KeyboardInterrupt:
-        say("interrupted; the ranks go on ending, see `tidectl status`")
-        raise
-    cut = requests.left_after(min(limit_s, drain_s))
-    if any(cut.values()):
-        say(f"the time was over; requests cut: {cut['running']} running, {cut['waiting']} waiting")
-    last = supervisor.status(directory).last
-    ranks = [{"rank": rank.rank, "exit_code": rank.exit_code} for rank in last.ranks] if last else []
-    return {"profile": now.run.profile if now.run else "", "ranks": ranks, "cut": cut}
-
-
-class _OpenRequests:
-    """The server's requests while it ends, as it last said; called again and again."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self._began_s = url, time.monotonic()
-        self._asked_s, self._left = -HEALTH_EVERY_S, {"running": 0, "waiting": 0}
-
-    def __call__(self) -> None:
-        now_s = time.monotonic()
-        if not self._url or now_s < self._asked_s + HEALTH_EVERY_S:
-            return
-        self._asked_s = now_s
-        with suppress(TideError):  # the port closes when the answers are out
-            health = http.health(self._url, HEALTH_EVERY_S)
-            lanes = health.get("lanes")
-            running = lanes.get("busy") if isinstance(lanes, dict) else None
-            counts = (("running", running), ("waiting", health.get("queue")))
-            self._left = {name: count if isinstance(count, int) else 0 for name, count in counts}
-
-    def left_after(self, allowed_s: float) -> dict[str, int]:
-        """None when all ended before the time was over: then they had finished."""
-        over = time.monotonic() - self._began_s >= allowed_s
-        return self._left if over else dict.fromkeys(self._left, 0)
-
-
-def _drain_s(now: supervisor.Status) -> float:
-    from tided.profile import load
-
-    try:
-        settings: Settings = load(now.run.profile if now.run else "")
-    except TideError:  # changed or removed since it was started
-        return STOP_MARGIN_S
-    return settings.server.drain_s
-
-
-def loading(ranks: list[RankState]) -> list[Item]:
-    """For a view of the start. A failed rank's message is the error in full, which is told when all have ended."""
-    return [
-        Item(
-            name=f"rank {rank.rank}",
-            state=rank.phase,
-            since=rank.since,
-            detail="" if rank.phase == "failed" else rank.message.partition("\n")[0],
-            done=rank.done,
-            total=rank.total,
-            ready=rank.phase == "ready",
-        )
-        for rank in ranks
-    ] or [Item("starting the ranks")]

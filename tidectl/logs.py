@@ -1,16 +1,13 @@
-"""`tidectl logs`: the ranks' log files; followed across truncation and rotation until the ranks have ended.
+"""The log files of ranks: their last lines, and what is added to them across truncation and rotation.
 
 A rank's file outlives its run and goes on with the next; the supervisor writes a line between two runs (`run_mark`)."""
 
 import os
 import re
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from tidectl.output import emit, is_terminal, say, styled, visible
 from tidectl.supervisor import Status
 from tided.errors import NotRunningError, UsageError
 
@@ -79,31 +76,6 @@ class Log:
             return False  # between the renaming of the old file and the making of the new one
 
 
-def show(
-    state_dir: Path,
-    ranks: Sequence[int],
-    lines: int,
-    follow: bool,
-    all_runs: bool,
-    as_json: bool,
-    alive: Callable[[], bool],
-) -> None:
-    """`alive` says whether any rank still runs: following ends when none does and all its lines are shown."""
-    logs = [Log(rank, log_path(state_dir, rank)) for rank in ranks]
-    try:
-        tail = [line for log in logs for line in log.last(lines, all_runs)]
-        if as_json and not follow:
-            emit("logs/1", {"lines": [_fields(line) for line in tail]})
-            return
-        write = _json_line if as_json else _writer(prefixed=len(logs) > 1)
-        _write_all(tail, write)
-        if follow:
-            _follow(logs, write, alive)
-    finally:
-        for log in logs:
-            log.close()
-
-
 def choose(state_dir: Path, rank: int | None, all_runs: bool, now: Status) -> list[int]:
     """The ranks whose logs are asked for: those of this run, or of the last one; with `all_runs` all that left a log.
     Raises UsageError for a rank that is not among them, NotRunningError when there is none."""
@@ -144,42 +116,6 @@ def _found(directory: Path) -> dict[int, Path]:
     """Logs in use by rank, in their order; a rotated one has a further suffix."""
     found = {int(match[1]): path for path in directory.glob("rank-*.log") if (match := _LOG_NAME.match(path.name))}
     return dict(sorted(found.items()))
-
-
-def _follow(logs: list[Log], write: Callable[[Line], None], alive: Callable[[], bool]) -> None:
-    while True:
-        running = alive()  # asked before reading: what an ended rank wrote last is then still read
-        fresh = [line for log in logs for line in log.added()]
-        _write_all(fresh, write)
-        if not running and not fresh:
-            _write_all([line for log in logs for line in log.rest()], write)
-            say("the ranks have ended")
-            return
-        time.sleep(POLL_S)
-
-
-def _write_all(lines: list[Line], write: Callable[[Line], None]) -> None:
-    for line in lines:
-        write(line)
-    sys.stdout.flush()
-
-
-def _writer(prefixed: bool) -> Callable[[Line], None]:
-    terminal = is_terminal(sys.stdout)
-
-    def write(line: Line) -> None:
-        prefix = styled(f"rank {line[0]} | ", "dim", sys.stdout) if prefixed else ""
-        print(f"{prefix}{visible(line[1]) if terminal else line[1]}")
-
-    return write
-
-
-def _json_line(line: Line) -> None:
-    emit("logs-line/1", _fields(line))
-
-
-def _fields(line: Line) -> dict[str, Any]:
-    return {"rank": line[0], "line": line[1]}
 
 
 def _text(line: bytes) -> str:

@@ -11,7 +11,8 @@ from tidectl.bench_command import bench
 from tidectl.eval_command import evaluate
 from tidectl.fetch_command import fetch
 from tidectl.group import Commands
-from tidectl.options import PROFILE_HELP, Json, Profile, Timeout
+from tidectl.guard_command import guard
+from tidectl.options import PROFILE_HELP, Here, Json, Profile, Timeout
 from tidectl.plan_command import plan
 from tidectl.profile_app import profile
 from tidectl.profiles import names as profile_names
@@ -90,14 +91,18 @@ app.add_typer(bench, name="bench")
 app.command()(fetch)
 app.command()(plan)
 app.command("eval")(evaluate)
+app.command()(guard)
 
 
 @app.command()
-def start(profile: Profile, timeout: Timeout = 600, json: Json = False) -> None:
-    """Start the ranks of a profile and wait until they serve.
+def start(profile: Profile, timeout: Timeout = 600, here: Here = False, json: Json = False) -> None:
+    """Start the ranks of a profile on all its nodes and wait until they serve.
 
-    What can be refused is refused first: an error in the profile, a missing checkpoint, a port in use. A start that
-    takes longer than the timeout goes on; Ctrl-C ends it.
+    On rank 0's machine; the others of parallel.hosts are reached by ssh, which must not ask for anything. They get
+    the profile and the keys; a file node.toml in their state directory may set paths and adapters of their own.
+
+    What can be refused is refused first: an error in the profile, a missing checkpoint, a port in use, another build.
+    When one rank ends, all end. A start that takes longer than the timeout goes on; Ctrl-C ends it.
 
     \b
       tidectl start mini-deepseek
@@ -105,7 +110,7 @@ def start(profile: Profile, timeout: Timeout = 600, json: Json = False) -> None:
     """
     from tidectl import lifecycle, profiles
 
-    lifecycle.start(profiles.find(profile), timeout, json)
+    lifecycle.start(profiles.find(profile), timeout, json, here)
 
 
 @app.command()
@@ -118,7 +123,7 @@ def stop(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Stop what runs, once the running requests have finished.
+    """Stop what runs, on all its nodes, once the running requests have finished.
 
     New requests are refused at once. What has not ended after the timeout is killed, and the requests that were cut are
     counted.
@@ -139,26 +144,31 @@ def restart(
         ),
     ] = None,
     timeout: Timeout = 600,
+    here: Here = False,
     json: Json = False,
 ) -> None:
     """Stop what runs and start it again, or another profile.
 
-    The profile is checked first: a mistake in it leaves running what runs.
+    The profile is checked first, on every node and against its checkpoint, and the nodes are compared: a mistake leaves
+    running what runs. Memory alone cannot be judged while the old one holds it.
     """
     from tidectl import lifecycle, profiles
 
-    lifecycle.restart(profiles.find(profile) if profile else None, timeout, json)
+    lifecycle.restart(profiles.find(profile) if profile else None, timeout, json, here)
 
 
 @app.command()
-def status(json: Json = False) -> None:
-    """Show what runs: model, residents, lanes, speed, ranks.
+def status(
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again every second, until interrupted.")] = False,
+    json: Json = False,
+) -> None:
+    """Show what runs: model, residents, lanes, speed, memory, the ranks of all nodes.
 
     Exits with 0 when it serves, with 3 when nothing runs, with 4 when it is starting, stopping or in trouble.
     """
     from tidectl import status
 
-    raise typer.Exit(status.show(json))
+    raise typer.Exit(status.watch(json) if watch else status.show(json))
 
 
 @app.command()
@@ -171,18 +181,16 @@ def logs(
     all_runs: Annotated[bool, typer.Option("--all", help="Earlier runs too, not the current or last alone.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --follow one a line.")] = False,
 ) -> None:
-    """Show the logs of the ranks: of the run that is under way, else of the last one.
+    """Show the logs of the ranks on all nodes, by time: of the run that is under way, else of the last one.
 
     \b
       tidectl logs -f
       tidectl logs --all -n 1000
       tidectl logs --rank 1 -n 500
     """
-    from tidectl import logs, state, supervisor
+    from tidectl import all_logs
 
-    directory = state.state_dir()
-    ranks = logs.choose(directory, rank, all_runs, supervisor.status(directory))
-    logs.show(directory, ranks, lines, follow, all_runs, json, lambda: supervisor.is_locked(directory))
+    all_logs.show(rank, lines, follow, all_runs, json)
 
 
 @app.command()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tidectl.fits import refuse_misfit
+from tidectl.nodes import local_ranks
 from tidectl.output import say
-from tidectl.supervise import local_ranks
 from tided.errors import ConfigError, PermissionError_, TideError, UnavailableError
 from tided.profile import Problem, check, load_for_start
 from tided.profile.reading import read

@@ -24,7 +24,7 @@ class NotServingError(TideError):
 
 class Rank(NamedTuple):
     """`since`: Unix time at which the phase began; 0 when the rank has said nothing yet. `total` 0: no progress in
-    numbers."""
+    numbers. `host`: its node, "" where the profile names none. `memory_bytes` 0, `read_bytes_s` None: not known."""
 
     rank: int
     pid: int
@@ -34,10 +34,22 @@ class Rank(NamedTuple):
     message: str
     done: int = 0
     total: int = 0
+    host: str = ""
+    memory_bytes: int = 0
+    read_bytes_s: float | None = None
+
+
+class Machine(NamedTuple):
+    """A node's memory; 0 where the system does not tell."""
+
+    host: str
+    available_bytes: int
+    total_bytes: int
 
 
 class Snapshot(NamedTuple):
-    """`health` is None where no server of this machine answers; `trouble` says in words what is not well."""
+    """`health` is None where no server of this machine answers; `trouble` says in words what is not well. `machines`:
+    of the nodes, where they were asked."""
 
     state: State
     profile: str
@@ -47,6 +59,7 @@ class Snapshot(NamedTuple):
     health: dict[str, Any] | None
     trouble: list[str]
     last: supervisor.Ended | None
+    machines: tuple[Machine, ...] = ()
 
 
 def look(directory: Path | None = None) -> Snapshot:
@@ -58,10 +71,10 @@ def look(directory: Path | None = None) -> Snapshot:
         now = supervisor.status(directory)  # a stop may have begun while it was waited for
     if now.run is None:
         return Snapshot(_without_run(now), "", "", 0.0, [], None, [], now.last)
-    ranks = [_rank(child, now) for child in now.run.ranks]
+    ranks = ranks_of(now)
     stopping = _is_stopping(now)
     trouble = _trouble(now, ranks, "" if stopping else url, health, stopping)
-    state = "stopping" if stopping else _state(ranks, trouble)
+    state = "stopping" if stopping else state_of(ranks, trouble)
     return Snapshot(state, now.run.profile, url_of(now), now.run.started, ranks, health, trouble, now.last)
 
 
@@ -124,6 +137,11 @@ def url_of(now: supervisor.Status) -> str:
     return http.local_url(host, port)
 
 
+def ranks_of(now: supervisor.Status) -> list[Rank]:
+    """Those that were started and not ended in order."""
+    return [_rank(child, now) for child in now.run.ranks] if now.run else []
+
+
 def _rank(child: supervisor.Child, now: supervisor.Status) -> Rank:
     said = next((rank for rank in now.ranks if rank.rank == child.rank and rank.pid == child.process.pid), None)
     alive = child.process.is_alive()
@@ -160,7 +178,7 @@ def headline(message: str) -> str:
     return message.partition("\n")[0]
 
 
-def _state(ranks: list[Rank], trouble: list[str]) -> State:
+def state_of(ranks: list[Rank], trouble: list[str]) -> State:
     if trouble:
         return "degraded"
     phases = {rank.phase for rank in ranks}

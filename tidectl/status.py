@@ -10,7 +10,10 @@ import msgspec
 
 from tidectl import profiles, supervisor
 from tidectl.output import console, emit, is_terminal, plain, say
-from tidectl.running import Rank, Snapshot, headline, look
+from tidectl.running import Machine, Rank, Snapshot, headline
+from tidectl.seeing import look_everywhere
+from tidectl.state import state_dir
+from tided.errors import TideError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,15 +22,14 @@ STYLES = {"serving": "green", "starting": "yellow", "stopping": "yellow", "degra
 EXIT_CODES = {"serving": 0, "starting": 4, "stopping": 4, "degraded": 4, "stopped": 3}
 KILLED = "by somebody, or by the kernel for want of memory: `dmesg` tells"
 LABEL_COLUMNS = 9  # the longest label, known or not: the screen keeps its form
-RANK_COLUMNS = ("rank", "phase", "for", "process", "message")
+WATCH_S = 1.0
 
 
 def show(as_json: bool) -> int:
     """The exit code: 0 serving, 3 nothing runs, 4 anything between."""
-    now = look()
+    now = look_everywhere(state_dir())
     if as_json:
-        last = None if now.last is None else msgspec.to_builtins(now.last)
-        emit("status/1", {**now._asdict(), "ranks": [rank._asdict() for rank in now.ranks], "last": last})
+        emit("status/1", _as_data(now))
     elif now.state == "stopped":
         say("\n".join(["nothing is running", *last_lines(now)]))
     else:
@@ -35,13 +37,40 @@ def show(as_json: bool) -> int:
     return EXIT_CODES[now.state]
 
 
+def watch(as_json: bool) -> int:
+    """The same again and again, until interrupted: on a terminal in place, else one after the other."""
+    directory = state_dir()
+    if as_json or not is_terminal(sys.stdout):
+        while True:
+            show(as_json)
+            time.sleep(WATCH_S)
+    from rich.live import Live
+
+    with Live(console=console(sys.stdout), screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(_screen(look_everywhere(directory)), refresh=True)
+            time.sleep(WATCH_S)
+
+
+def _as_data(now: Snapshot) -> dict[str, Any]:
+    last = None if now.last is None else msgspec.to_builtins(now.last)
+    ranks, machines = ([one._asdict() for one in many] for many in (now.ranks, now.machines))
+    return {**now._asdict(), "ranks": ranks, "machines": machines, "last": last}
+
+
+def _screen(now: Snapshot) -> "RenderableType":
+    from rich.console import Group
+
+    time_s = time.time()
+    below = ["", ranks_table(now.ranks, time_s)] if now.ranks else []
+    last = [plain(line) for line in last_lines(now)] if now.state == "stopped" else []
+    return Group(facts(now, time_s), *below, *last)
+
+
 def _draw(now: Snapshot) -> None:
-    screen, time_s = console(sys.stdout), time.time()
+    screen = console(sys.stdout)
     with screen.capture() as drawn:
-        screen.print(facts(now, time_s))
-        if now.ranks:
-            screen.print()
-            screen.print(ranks_table(now.ranks, time_s))
+        screen.print(_screen(now))
     lines = drawn.get().splitlines()
     print("\n".join(lines if is_terminal(sys.stdout) else (line.rstrip() for line in lines)))
 
@@ -64,22 +93,34 @@ def facts(now: Snapshot, time_s: float) -> "RenderableType":
 def ranks_table(ranks: list[Rank], time_s: float) -> "RenderableType":
     from rich.table import Table
 
+    rows = [rank_cells(rank, time_s) for rank in ranks]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in RANK_COLUMNS:
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    for name in names:
         table.add_column(name, overflow="fold")
-    for rank in ranks:
-        table.add_row(*(plain(text) for text in rank_cells(rank, time_s)))
+    for row in rows:
+        table.add_row(*(plain(row[name]) for name in names))
     return table
 
 
-def rank_cells(rank: Rank, time_s: float) -> tuple[str, ...]:
-    since = duration(time_s - rank.since) if rank.since else ""
-    return str(rank.rank), rank.phase, since, str(rank.pid), headline(rank.message)
+def rank_cells(rank: Rank, time_s: float) -> dict[str, str]:
+    """What nobody knows is empty, and a column of that is left out."""
+    return {
+        "rank": str(rank.rank),
+        "node": rank.host,
+        "phase": rank.phase,
+        "for": duration(time_s - rank.since) if rank.since else "",
+        "process": str(rank.pid) if rank.pid else "",
+        "memory": f"{rank.memory_bytes / 1e9:.1f} GB" if rank.memory_bytes else "",
+        "reads": "" if rank.read_bytes_s is None else f"{rank.read_bytes_s / 1e6:.0f} MB/s",
+        "message": headline(rank.message),
+    }
 
 
 def _known(now: Snapshot, time_s: float) -> list[tuple[str, str]]:
     uptime = duration(time_s - now.started) if now.started else ""
     rows = [("profile", now.profile), ("uptime", uptime), ("url", now.url), *health_rows(now.health or {})]
+    rows += [("tide", tide_line(now)), *(("memory", memory_line(one, len(now.machines))) for one in now.machines)]
     return [(label, text) for label, text in rows if text]
 
 
@@ -106,6 +147,27 @@ def residents_line(health: dict[str, Any]) -> str:
         f"{100 * of_bytes:.1f} % of their bytes" if isinstance(of_bytes, float) else f"{100 * residents / total:.1f} %"
     )
     return f"{residents} of {total} experts ({share}){plan}"
+
+
+def tide_line(now: Snapshot) -> str:
+    """How the residents follow the traffic, by the profile as it is now."""
+    from tided.profile import load
+
+    if now.health is None:
+        return ""
+    try:
+        tide = load(now.profile).tide
+    except TideError:  # changed or removed since it was started
+        return ""
+    ring = f", hot ring of {tide.hot_ring_slots} slots" if tide.hot_ring_slots else ", no hot ring"
+    return f"sensitivity {tide.sensitivity}{ring}"
+
+
+def memory_line(machine: Machine, machines: int) -> str:
+    if not machine.total_bytes:
+        return ""
+    where = f"{machine.host}: " if machines > 1 else ""
+    return f"{where}{machine.available_bytes / 1e9:.1f} of {machine.total_bytes / 1e9:.1f} GB available"
 
 
 def lanes_line(lanes: dict[str, Any], queue: object) -> str:

@@ -1,4 +1,4 @@
-"""The supervisor process: `python -m tidectl.supervise PROFILE STATE_DIR LOCK_FD PROGRAM...`, started by
+"""The supervisor process: `python -m tidectl.supervise PROFILE STATE_DIR LOCK_FD RANKS PROGRAM...`, started by
 `tidectl.supervisor.start` in a session of its own. One thread; it sleeps until a rank writes, a rank ends, or a signal
 comes. When one rank ends, all end: half a model serves nobody.
 """
@@ -16,13 +16,14 @@ from pathlib import Path
 import msgspec
 
 from tidectl.logs import log_path, run_mark
+from tidectl.nodes import local_ranks
 from tidectl.processes import Identity, identify
 from tidectl.supervisor import SIGNAL_CODES, Child, Ended, EndedRank, Run, how_ended
 from tided.control.files import write_private
 from tided.control.state import read_rank
 from tided.errors import PairError, TideError
 from tided.profile import load
-from tided.settings import Parallel, Settings
+from tided.settings import Settings
 
 LOG_BYTES = 16 << 20
 LOGS_KEPT = 3  # beside the one in use
@@ -113,8 +114,11 @@ class Member:
 
 
 class Supervisor:
-    def __init__(self, profile: Path, state_dir: Path, program: list[str], settings: Settings) -> None:
+    def __init__(
+        self, profile: Path, state_dir: Path, program: list[str], ranks: list[int], settings: Settings
+    ) -> None:
         self._profile, self._state_dir, self._program, self._settings = profile, state_dir, program, settings
+        self._ranks = ranks
         self._started = time.time()
         self._selector = selectors.DefaultSelector()
         self._members: list[Member] = []
@@ -127,9 +131,8 @@ class Supervisor:
     def run(self) -> int:
         self._wake_on_signals()
         try:
-            ranks = local_ranks(self._settings.parallel)
-            for rank in ranks:
-                self._spawn(rank, len(ranks))
+            for rank in self._ranks:
+                self._spawn(rank, len(self._ranks))
             while any(member.exit_code is None for member in self._members):
                 self._judge()
                 self._sleep()
@@ -211,27 +214,12 @@ class Supervisor:
         (self._state_dir / "supervisor.json").unlink(missing_ok=True)
 
 
-def local_ranks(parallel: Parallel) -> list[int]:
-    """The ranks whose address is one of this machine's: all when the profile names no addresses."""
-    if not parallel.hosts:
-        return list(range(parallel.ranks))
-    return [rank for rank, host in enumerate(parallel.hosts) if _is_ours(host)]
-
-
-def _is_ours(host: str) -> bool:
-    """Only an address of this machine can be bound; a datagram socket claims no port of a service."""
-    with suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-            return True
-    return False
-
-
 def main() -> int:
-    profile, state_dir, _lock, *program = sys.argv[1:]  # the lock is held open until this process ends
+    profile, state_dir, _lock, chosen, *program = sys.argv[1:]  # the lock is held open until this process ends
     try:
-        supervisor = Supervisor(Path(profile), Path(state_dir), program, load(Path(profile)))
+        settings = load(Path(profile))
+        ranks = local_ranks(settings.parallel) if chosen == "local" else [int(rank) for rank in chosen.split(",")]
+        supervisor = Supervisor(Path(profile), Path(state_dir), program, ranks, settings)
     except TideError as error:
         print(error, flush=True)
         return error.exit_code

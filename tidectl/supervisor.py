@@ -124,8 +124,11 @@ def _all_ready(ranks: list[RankState]) -> bool:
     return all(rank.phase == "ready" for rank in ranks)
 
 
-def start(profile: Path, state_dir: Path, program: Sequence[str] = DAEMON) -> Handle:
-    """Starts the supervisor of a profile's ranks and returns at once. Raises UnavailableError when one runs already.
+def start(
+    profile: Path, state_dir: Path, program: Sequence[str] = DAEMON, ranks: Sequence[int] | None = None
+) -> Handle:
+    """Starts the supervisor of some of a profile's ranks, by default of those of this machine, and returns at once.
+    Raises UnavailableError when one runs already.
 
     The lock is taken here and handed to the supervisor open, so that no other start can come in between."""
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -135,13 +138,16 @@ def start(profile: Path, state_dir: Path, program: Sequence[str] = DAEMON) -> Ha
         for old in (state_dir / "last.json", *state_dir.glob("rank-*.json")):
             old.unlink(missing_ok=True)
         (state_dir / "logs").mkdir(mode=0o700, exist_ok=True)
-        return Handle(state_dir, _detach(profile.absolute(), state_dir.absolute(), lock, program))
+        return Handle(state_dir, _detach(profile.absolute(), state_dir.absolute(), lock, program, ranks))
     finally:
         os.close(lock)
 
 
-def _detach(profile: Path, state_dir: Path, lock: int, program: Sequence[str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tidectl.supervise", str(profile), str(state_dir), str(lock), *program]
+def _detach(
+    profile: Path, state_dir: Path, lock: int, program: Sequence[str], ranks: Sequence[int] | None
+) -> subprocess.Popen[bytes]:
+    chosen = "local" if ranks is None else ",".join(map(str, ranks))
+    command = [sys.executable, "-m", "tidectl.supervise", str(profile), str(state_dir), str(lock), chosen, *program]
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     output = os.open(state_dir / "logs" / "supervisor.log", flags, 0o600)
     try:
@@ -261,15 +267,24 @@ def how_ended(exit_code: int) -> str:
     return f"ended with exit code {exit_code}"
 
 
-def why_ended(now: Status, state_dir: Path) -> TideError:
-    """The culprit's error. A rank that said nothing is told of by its end."""
+def has_own_reason(last: Ended | None) -> bool:
+    """Whether a rank ended by itself, and not because it lost its peer."""
+    found = culprit(last) if last else None
+    return found is not None and found.exit_code != PairError.exit_code
+
+
+def why_ended(now: Status, state_dir: Path | None, where: str = "") -> TideError:
+    """The culprit's error. A rank that said nothing is told of by its end. `state_dir`: where its log is; None on
+    another node, which `where` then names (" on HOST")."""
     found = culprit(now.last) if now.last else None
     if now.last and now.last.first is None:
-        return UnavailableError("it was stopped before it served", hint="by `tidectl stop`, or by a signal")
+        return UnavailableError(f"it was stopped before it served{where}", hint="by `tidectl stop`, or by a signal")
     if found is None:
-        return UnavailableError("the supervisor ended", hint=f"see {state_dir / 'logs' / 'supervisor.log'}")
+        log = f"see {state_dir / 'logs' / 'supervisor.log'}" if state_dir else "see its logs/supervisor.log there"
+        return UnavailableError(f"the supervisor{where} ended", hint=log)
     kind = KINDS.get(found.exit_code, PairError)
-    hint = f"its log: {state_dir / 'logs' / f'rank-{found.rank}.log'}"
+    log_of = f"tidectl logs --rank {found.rank}"
+    hint = f"its log: {state_dir / 'logs' / f'rank-{found.rank}.log' if state_dir else log_of}"
     if found.message:
-        return kind(found.message, where=f"rank {found.rank}", hint=hint)
-    return kind(f"rank {found.rank} {how_ended(found.exit_code)} and said nothing", hint=hint)
+        return kind(found.message, where=f"rank {found.rank}{where}", hint=hint)
+    return kind(f"rank {found.rank}{where} {how_ended(found.exit_code)} and said nothing", hint=hint)

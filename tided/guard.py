@@ -8,7 +8,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -76,11 +76,11 @@ def describe(differences: list[Difference], ours: str, theirs: str) -> str:
     return "\n".join(f"  {name}: {ours} has {mine}, {theirs} has {other}" for name, mine, other in differences)
 
 
-def code_digest(root: Path | None = None) -> str:
-    """Over the names and bytes of our own Python sources that take part in a step."""
+def code_digest(root: Path | None = None, packages: Sequence[str] = SOURCE_PACKAGES) -> str:
+    """Over the names and bytes of our own Python sources; by default of those that take part in a step."""
     root = root or Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
-    for path in sorted(path for package in SOURCE_PACKAGES for path in (root / package).rglob("*.py")):
+    for path in sorted(path for package in packages for path in (root / package).rglob("*.py")):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)

@@ -9,8 +9,9 @@ import pytest
 
 from tests.daemon.helpers import FAKE, running, started, until, write_profile
 from tidectl import supervisor
+from tidectl.nodes import local_ranks
 from tidectl.processes import Identity, identify
-from tidectl.supervise import Log, local_ranks
+from tidectl.supervise import Log
 from tided.errors import ConfigError, DataError, NotRunningError, PairError, UnavailableError
 from tided.settings import Parallel
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.tidectl.canned import Tidectl
-from tidectl import lifecycle, preflight, supervisor
+from tidectl import differing, preflight, starting, supervisor
 from tidectl.waiting import Item
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_daemon.py")))
@@ -84,7 +84,9 @@ def test_start_status_logs_stop(tidectl: Tidectl, profile: Path, state: Path) ->
     assert rows["url"] == url
     assert (rows["model"], rows["lanes"]) == ("mini", "1 of 2 busy, 4 waiting")
     assert rows["residents"] == "312 of 480 experts (65.0 %), plan 3"
-    assert rows["rank"].split() == ["phase", "for", "process", "message"]
+    assert rows["tide"] == "sensitivity high, no hot ring"
+    assert re.fullmatch(r"\d+\.\d of \d+\.\d GB available", rows["memory"])
+    assert rows["rank"].split() == ["phase", "for", "process", "memory", "reads"]
     assert rows["0"].startswith("ready")
     assert rows["1"].startswith("ready")
 
@@ -201,13 +203,14 @@ def test_an_interrupted_start_leaves_nothing(
     monkeypatch.setenv("FAKE_DAEMON", "1:hang")
     seen: list[int] = []
 
-    def interrupt(ranks: list[supervisor.RankState]) -> list[Item]:
+    def interrupt(start: starting.Start) -> list[Item]:
+        ranks = supervisor.status(state).ranks
         if len(ranks) == 2:
             seen.extend(rank.pid for rank in ranks)
             raise KeyboardInterrupt
         return []
 
-    monkeypatch.setattr(lifecycle, "loading", interrupt)
+    monkeypatch.setattr(starting.Start, "items", interrupt)
     ran = tidectl("start", str(profile))
     assert ran.exit_code == 130
     assert "nothing is running" in ran.stderr
@@ -266,6 +269,23 @@ def test_a_deaf_supervisor_is_killed_with_its_ranks(
     assert tidectl("status").exit_code == 3
 
 
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoints of these tests are empty: only pretending ranks take them."""
+    monkeypatch.setattr(differing, "refuse", lambda *_: None)
+
+
+def test_a_checkpoint_that_only_ranks_can_judge_costs_no_service(tidectl: Tidectl, profile: Path) -> None:
+    assert tidectl("start", str(profile)).exit_code == 0
+    before = json.loads(tidectl("status", "--json").stdout)["ranks"]
+    refused = tidectl("restart")
+    assert (refused.exit_code, "model.safetensors: is missing" in refused.stderr) == (65, True), refused.stderr
+    after = json.loads(tidectl("status", "--json").stdout)
+    assert after["state"] == "serving"
+    assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before]
+
+
+@pytest.mark.usefixtures("judged")
 def test_restart_needs_something_to_restart(tidectl: Tidectl, profile: Path) -> None:
     assert tidectl("restart").exit_code == 3
     assert tidectl("restart", str(profile)).exit_code == 0
@@ -275,6 +295,7 @@ def test_restart_needs_something_to_restart(tidectl: Tidectl, profile: Path) -> 
     assert {rank["pid"] for rank in before}.isdisjoint(rank["pid"] for rank in after)
 
 
+@pytest.mark.usefixtures("judged")
 def test_a_wrong_profile_costs_no_service(tidectl: Tidectl, profile: Path, tmp_path: Path) -> None:
     assert tidectl("start", str(profile)).exit_code == 0
     wrong = tmp_path / "wrong.toml"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tidectl import logs, supervise
+from tidectl import all_logs, logs, supervise, supervisor
 from tidectl.processes import Identity
 from tidectl.supervisor import Child, Ended, EndedRank, Run, Status
 from tided.errors import UsageError
@@ -81,29 +81,33 @@ def test_bytes_that_are_no_text(path: Path) -> None:
 
 
 def test_rotated_files_are_no_ranks_of_their_own(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path.write_text("a\n")
     path.with_name("rank-0.log.1").write_text("old\n")
     path.with_name("supervisor.log").write_text("s\n")
     assert logs.choose(tmp_path, None, False, NOTHING) == [0]
-    logs.show(tmp_path, [0], 10, follow=False, all_runs=False, as_json=False, alive=lambda: False)
+    monkeypatch.setenv("TIDE_STATE_DIR", str(tmp_path))
+    all_logs.show(None, 10, follow=False, all_runs=False, as_json=False)
     assert capsys.readouterr().out == "a\n"
 
 
 def test_following_ends_with_the_ranks_and_loses_nothing(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "POLL_S", 0)
+    monkeypatch.setattr(all_logs, "POLL_S", 0)
+    monkeypatch.setenv("TIDE_STATE_DIR", str(tmp_path))
     path.write_text("a\n")
     answers = iter([True, True, False, False])
 
-    def alive() -> bool:
+    def alive(_: Path) -> bool:
         answer = next(answers)
         append(path, f"alive {answer}\n" if answer else "last word")
         return answer
 
-    logs.show(tmp_path, [0], 10, follow=True, all_runs=False, as_json=False, alive=alive)
+    monkeypatch.setattr(supervisor, "is_locked", alive)
+    monkeypatch.setattr(supervisor, "status", lambda _: NOTHING)
+    all_logs.show(None, 10, follow=True, all_runs=False, as_json=False)
     captured = capsys.readouterr()
     assert captured.out == "a\nalive True\nalive True\nlast word\n"
     assert captured.err == "the ranks have ended\n"
@@ -168,3 +172,17 @@ def test_a_rank_that_is_not_there(
     with pytest.raises(UsageError) as caught:
         logs.choose(tmp_path, rank, False, state_of(running, last))
     assert str(caught.value).startswith(words)
+
+
+def test_lines_of_ranks_are_merged_by_their_times() -> None:
+    merge = all_logs.Merge()
+    first = [
+        (0, "2026-01-02 03:04:05,100 INFO a"),
+        (0, "2026-01-02 03:04:05,300 ERROR c"),
+        (0, "Traceback"),
+        (1, "2026-01-02 03:04:05,200 INFO b"),
+        (1, "2026-01-02 03:04:05,400 INFO d"),
+    ]
+    assert [text.split()[-1] for _, text in merge(first)] == ["a", "b", "c", "Traceback", "d"]
+    then = [(1, "no time"), (0, "2026-01-02 03:04:05,350 INFO e")]  # rank 1 stands at 400
+    assert [text.split()[-1] for _, text in merge(then)] == ["e", "time"]

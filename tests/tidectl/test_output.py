@@ -46,7 +46,7 @@ def snapshot(message: str, **changes: object) -> Snapshot:
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> object:
     def show(now: Snapshot) -> list[str]:
-        monkeypatch.setattr(status, "look", lambda: now)
+        monkeypatch.setattr(status, "look_everywhere", lambda *_: now)
         monkeypatch.setattr(time, "time", lambda: 1000.0)
         status.show(as_json=False)
         return capsys.readouterr().out.splitlines()
@@ -102,7 +102,7 @@ STATUS = """
 import sys, time
 from tests.tidectl.test_output import NASTY, snapshot
 from tidectl import status
-status.look = lambda: snapshot(NASTY)
+status.look_everywhere = lambda _: snapshot(NASTY)
 status.show(as_json=False)
 """
 

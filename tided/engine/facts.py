@@ -47,5 +47,5 @@ def _device(device: str) -> dict[str, str]:
     return {
         "processor": torch.cuda.get_device_name(),
         "driver": driver,
-        "library.nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "library.nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
     }

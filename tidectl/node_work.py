@@ -1,0 +1,222 @@
+"""What one node does for the others: keeps a profile, runs its ranks, tells how they are. On this machine it is called,
+on another `tidectl.node` calls it."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tidectl import logs, supervisor
+from tidectl.about import line
+from tidectl.fits import refuse_misfit
+from tidectl.node_messages import (
+    PROTOCOL,
+    About,
+    Begin,
+    Declared,
+    Done,
+    End,
+    Ends,
+    Facts,
+    Hello,
+    Lines,
+    Look,
+    MoreLogs,
+    OpenLogs,
+    Prepare,
+    Prepared,
+    Process,
+    Reply,
+    Request,
+    Seen,
+    Tail,
+)
+from tidectl.nodes import is_ours
+from tidectl.processes import POLL_S
+from tidectl.sent import adapted
+from tided import guard
+from tided.control.files import write_private
+from tided.control.keys import load_keys
+from tided.errors import ConfigError, NotRunningError, UnavailableError
+from tided.profile import load_for_start
+
+PROFILE = "profile.toml"
+KEY_FILE = "curve.key"
+BEGINNING_S = 10.0  # from a supervisor's start until it tells of its ranks
+SOURCES = (*guard.SOURCE_PACKAGES, "tidectl")
+
+
+class Work:
+    """`state_dir`: of this node."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir
+        self._logs: list[logs.Log] = []
+
+    def __call__(self, request: Request) -> Reply:
+        """Raises what is wrong as errors of ours."""
+        match request:
+            case Hello():
+                return about(self.state_dir)
+            case Prepare():
+                return self._prepare(request)
+            case Begin():
+                supervisor.start(Path(request.profile), self.state_dir, ranks=request.ranks)
+                return Done()
+            case Look():
+                return seen(self.state_dir)
+            case End():
+                return Ends(end(self.state_dir, request.timeout_s), supervisor.status(self.state_dir).last)
+            case Tail():
+                found = logs.tail_of(self.state_dir, request.rank, request.lines)
+                return Lines([(request.rank, text) for text in found], False)
+            case OpenLogs():
+                return self._open_logs(request)
+            case MoreLogs():
+                return self._more_logs()
+            case Facts():
+                return self._facts(request)
+
+    def close(self) -> None:
+        for log in self._logs:
+            log.close()
+        self._logs = []
+
+    def _prepare(self, request: Prepare) -> Prepared:
+        """Everything that this node can refuse is refused before a rank is started anywhere."""
+        if not is_ours(request.host):
+            raise ConfigError(f"{request.host} in parallel.hosts is no address of the machine that answers there")
+        with _claimed(self.state_dir):
+            path = self.state_dir / PROFILE
+            write_private(path, adapted(request.profile, self.state_dir).encode())
+            settings = load_for_start(path)
+            refuse_misfit(settings, path)
+            key_file = Path(settings.parallel.key_file or self.state_dir / KEY_FILE)
+            if request.keys and not settings.parallel.key_file:
+                write_private(key_file, request.keys.encode())
+            if load_keys(key_file, create=False).leader.public != request.leader:
+                hint = "copy rank 0's key file here, mode 0600"
+                raise ConfigError("the keys of the control plane are not rank 0's", where=str(key_file), hint=hint)
+        return Prepared(str(path))
+
+    def _open_logs(self, request: OpenLogs) -> Lines:
+        self.close()
+        running = supervisor.is_locked(self.state_dir)
+        for rank in request.ranks:
+            with suppress(FileNotFoundError):  # nothing was started there yet
+                self._logs.append(logs.Log(rank, logs.log_path(self.state_dir, rank)))
+        return Lines([line for log in self._logs for line in log.last(request.lines, request.all_runs)], running)
+
+    def _more_logs(self) -> Lines:
+        running = supervisor.is_locked(self.state_dir)  # asked before reading: what an ended rank wrote last is read
+        fresh = [line for log in self._logs for line in log.added()]
+        if not running and not fresh and self._logs:
+            fresh = [line for log in self._logs for line in log.rest()]
+            self.close()  # so that the next question finds the end
+        return Lines(fresh, running)
+
+    def _facts(self, request: Facts) -> Declared:
+        """By opening the checkpoint as a rank does, up to where it would allocate."""
+        from tided.engine.build import open_model, open_source
+        from tided.engine.facts import facts_of
+
+        path = self.state_dir / f"guard-{os.getpid()}.toml"
+        try:
+            write_private(path, adapted(request.profile, self.state_dir).encode(), durable=False)
+            settings = load_for_start(path)
+            refuse_misfit(settings, path)
+            opened = open_model(settings)
+        finally:
+            path.unlink(missing_ok=True)
+        for rank in request.ranks:
+            open_source(opened, rank).close()
+        facts = facts_of(opened)
+        return Declared(dict.fromkeys(request.ranks, facts))
+
+
+@contextmanager
+def _claimed(state_dir: Path) -> Iterator[None]:
+    """Refuses when something runs; else ends what a killed supervisor left, which still holds memory and ports."""
+    lock = supervisor.take_lock(state_dir)
+    try:
+        supervisor.clean(state_dir)
+        yield
+    finally:
+        os.close(lock)
+
+
+def claim(state_dir: Path) -> None:
+    with _claimed(state_dir):
+        pass
+
+
+def about(state_dir: Path) -> About:
+    return About(PROTOCOL, line(), build(), machine(), str(state_dir), time.time())
+
+
+def machine() -> str:
+    """Tells machines apart, while they run."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def build() -> str:
+    """Of everything that runs on a node, `tidectl` too."""
+    return guard.code_digest(packages=SOURCES)
+
+
+def end(state_dir: Path, timeout_s: float) -> bool:
+    """As `supervisor.stop`, of a start that has only begun too. Whether something ran."""
+    deadline = time.monotonic() + BEGINNING_S
+    while supervisor.status(state_dir).run is None and supervisor.is_locked(state_dir):
+        if time.monotonic() > deadline:
+            raise UnavailableError("a start does not tell of its ranks, so they cannot be ended", where=str(state_dir))
+        time.sleep(POLL_S)
+    with suppress(NotRunningError):
+        supervisor.stop(state_dir, timeout_s)
+        return True
+    return False
+
+
+def seen(state_dir: Path) -> Seen:
+    now = supervisor.status(state_dir)
+    memory = _meminfo()
+    running = {child.rank: child.process.pid for child in now.run.ranks} if now.run else {}
+    return Seen(
+        now.running,
+        now.run,
+        now.ranks,
+        now.last,
+        time.time(),
+        memory.get("MemAvailable", 0),
+        memory.get("MemTotal", 0),
+        {rank: _process(pid) for rank, pid in running.items()},
+    )
+
+
+def status_of(seen: Seen) -> supervisor.Status:
+    return supervisor.Status(seen.running, seen.run, seen.ranks, seen.last)
+
+
+def _meminfo() -> dict[str, int]:
+    found = _fields(Path("/proc/meminfo"))
+    return {name: value * 1024 for name, value in found.items()}
+
+
+def _process(pid: int) -> Process:
+    resident = _fields(Path(f"/proc/{pid}/status"), ["VmRSS"]).get("VmRSS", 0)
+    return Process(resident * 1024, _fields(Path(f"/proc/{pid}/io")).get("read_bytes", -1))
+
+
+def _fields(path: Path, names: Sequence[str] = ()) -> dict[str, int]:
+    """`name: number` a line, of /proc; nothing where it cannot be read."""
+    found = {}
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            number = rest.split()[:1]
+            if number and number[0].isdigit() and (not names or name in names):
+                found[name] = int(number[0])
+    return found

@@ -1,0 +1,305 @@
+"""Nodes that are asked by `tidectl` on rank 0's machine: this one by a call, the others over ssh.
+
+An ssh connection runs `tidectl.node` by the same interpreter path as here, so TideLM is installed alike on all nodes.
+Which user, port and key ssh takes is ~/.ssh/config's business; it may ask nothing. Every answer has a deadline.
+"""
+
+import os
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol, Self, TypeVar
+
+import msgspec
+
+from tidectl.node_messages import MARK, MAX_LINE_BYTES, PROTOCOL, About, Failed, Hello, Reply, Request
+from tidectl.node_work import Work, about
+from tidectl.nodes import Node
+from tided.errors import (
+    ConfigError,
+    DataError,
+    NotRunningError,
+    PairError,
+    PermissionError_,
+    TideError,
+    UnavailableError,
+    UsageError,
+)
+
+CONNECT_S = 5
+HELLO_S = 20.0  # ssh, a login shell, and Python's start on a busy machine
+ANSWER_S = 20.0
+SSH = (
+    "ssh",
+    "-T",
+    "-oBatchMode=yes",
+    f"-oConnectTimeout={CONNECT_S}",
+    "-oServerAliveInterval=5",
+    "-oServerAliveCountMax=3",
+)
+NODE = (sys.executable, "-P", "-m", "tidectl.node")
+SSH_FAILED, NOT_FOUND = 255, (126, 127)  # exit codes: of ssh itself, of the shell there
+SAID_LINES = 3
+
+Kind = TypeVar("Kind", bound=Reply)
+_ERRORS: dict[int, type[TideError]] = {
+    kind.exit_code: kind
+    for kind in (
+        UsageError, ConfigError, NotRunningError, UnavailableError, DataError, PairError, PermissionError_
+    )
+}  # fmt: skip
+
+
+class Member(Protocol):
+    """A node that can be asked."""
+
+    node: Node
+
+    def ask(self, request: Request, kind: type[Kind], timeout_s: float = ANSWER_S) -> Kind:
+        """Raises the node's own error, which then names it, and UnavailableError where it is not reached or silent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Here:
+    """This machine."""
+
+    def __init__(self, node: Node, state_dir: Path) -> None:
+        self.node, self._work = node, Work(state_dir)
+
+    def ask(self, request: Request, kind: type[Kind], timeout_s: float = ANSWER_S) -> Kind:
+        return _of_kind(self._work(request), kind, self.node)
+
+    def close(self) -> None:
+        self._work.close()
+
+
+class Peer:
+    """Another machine. Connected at the first question, and again after a connection was lost. `command`: how, instead
+    of by ssh."""
+
+    def __init__(self, node: Node, command: Sequence[str] = ()) -> None:
+        self.node = node
+        self._command = command or [*SSH, "--", node.host, shlex.join(NODE)]
+        self._asking = threading.Lock()
+        self.about: About | None = None
+        self.skew_s = (0.0, 0.0)  # its clock against ours, and how far off that may be
+        self._process: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+
+    def ask(self, request: Request, kind: type[Kind], timeout_s: float = ANSWER_S) -> Kind:
+        with self._asking:
+            if self._process is None:
+                self._connect()
+            return _of_kind(self._exchange(request, time.monotonic() + timeout_s), kind, self.node)
+
+    def connect(self) -> About:
+        """Also measures its clock. Raises ConfigError for another protocol."""
+        with self._asking:
+            return self._connect()
+
+    def _connect(self) -> About:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                self._command, stdin=pipe, stdout=pipe, stderr=self._said, start_new_session=True
+            )
+        except OSError as error:
+            self._said.close()
+            hint = "install an ssh client (openssh-client)"
+            raise UnavailableError(f"ssh cannot be run: {error.strerror}", where=str(self.node), hint=hint) from error
+        deadline = time.monotonic() + HELLO_S
+        found = self._hello(deadline)
+        asked_s = time.time()
+        again = self._hello(deadline)  # the first answer's time is that of a shell and an interpreter too
+        trip_s = time.time() - asked_s
+        self.about, self.skew_s = found, (again.time_s - asked_s - trip_s / 2, trip_s / 2)
+        return found
+
+    def _hello(self, deadline: float) -> About:
+        try:
+            found = _of_kind(self._exchange(Hello(), deadline), About, self.node)
+        except msgspec.ValidationError as error:
+            raise self._other_build(str(error)) from error
+        if found.protocol != PROTOCOL:
+            raise self._other_build(found.version)
+        return found
+
+    def _other_build(self, found: str) -> ConfigError:
+        self.close()
+        hint = "install the same version on all nodes"
+        return ConfigError(f"TideLM there is another version: {found}", where=str(self.node), hint=hint)
+
+    def _exchange(self, request: Request, deadline: float) -> Reply:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            with suppress(BrokenPipeError):  # why is told by how it ended
+                self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+                self._process.stdin.flush()
+            return msgspec.json.decode(self._line(deadline), type=Reply)
+        except BaseException:
+            self.close()  # an answer that comes late must not be taken for that of the next question
+            raise
+
+    def _line(self, deadline: float) -> bytes:
+        """The next answer. What stands before `MARK` comes from a login shell."""
+        while True:
+            line, newline, rest = self._buffer.partition(b"\n")
+            if newline:
+                self._buffer = rest
+                if MARK in line:
+                    return line.partition(MARK)[2]
+            elif len(line) > MAX_LINE_BYTES:
+                raise UnavailableError("it writes without end", where=str(self.node))
+            else:
+                self._buffer += self._read(deadline)
+
+    def _read(self, deadline: float) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                hint = f"try `ssh -oBatchMode=yes {self.node.host} true`"
+                raise UnavailableError("it does not answer in time", where=str(self.node), hint=hint)
+        if data := os.read(self._process.stdout.fileno(), 1 << 20):
+            return data
+        raise self._ended()
+
+    def _ended(self) -> TideError:
+        """Why there is no connection, from how ssh ended and what was said."""
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(CONNECT_S)
+        code, host = self._process.returncode, self.node.host
+        self._said.seek(0)
+        said = "; ".join(self._said.read().decode(errors="replace").split("\n")[-SAID_LINES - 1 :]).strip("; \r")
+        if code == SSH_FAILED:
+            hint = f"`ssh -oBatchMode=yes {host} true` must work without a question: keys and names are ssh's business"
+            what = f"ssh does not get there: {said or 'no reason given'}"
+            return UnavailableError(what, where=str(self.node), hint=hint)
+        if code in NOT_FOUND or "No module named" in said:
+            hint = "install TideLM at the same path on all nodes"
+            return ConfigError(f"there is no TideLM at {NODE[0]}: {said}", where=str(self.node), hint=hint)
+        what = f"the connection ended (exit code {code}): {said or 'nothing said'}"
+        return UnavailableError(what, where=str(self.node))
+
+    def close(self) -> None:
+        """The ranks that were started there go on."""
+        process, self._process, self._buffer = self._process, None, b""
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(1)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._said.close()
+
+
+def _of_kind(reply: Reply, kind: type[Kind], node: Node) -> Kind:
+    if isinstance(reply, Failed):
+        where = f"{node}: {reply.where}" if reply.where else str(node)
+        error = _ERRORS.get(reply.exit_code, TideError)(reply.what, where=where, hint=reply.hint)
+        raise error
+    if not isinstance(reply, kind):
+        raise UnavailableError(f"it answered a question by {type(reply).__name__}", where=str(node))
+    return reply
+
+
+class Team:
+    """The nodes of a run. `first`: rank 0's."""
+
+    def __init__(self, nodes: Sequence[Node], state_dir: Path) -> None:
+        self.members: list[Here | Peer] = [Here(node, state_dir) if node.here else Peer(node) for node in nodes]
+        self._pool = ThreadPoolExecutor(max(1, len(nodes)), "node")
+
+    @property
+    def first(self) -> Here | Peer:
+        return self.members[0]
+
+    @property
+    def peers(self) -> list[Peer]:
+        return [member for member in self.members if isinstance(member, Peer)]
+
+    def each(
+        self, requests: Sequence[tuple[Here | Peer, Request]], kind: type[Kind], timeout_s: float = ANSWER_S
+    ) -> list[Kind | TideError]:
+        """All at the same time; an answer a request, or why there is none."""
+
+        def ask(pair: tuple[Here | Peer, Request]) -> Kind | TideError:
+            try:
+                return pair[0].ask(pair[1], kind, timeout_s)
+            except TideError as error:
+                return error
+
+        if len(requests) == 1:
+            return [ask(requests[0])]
+        return list(self._pool.map(ask, requests))
+
+    def all(
+        self, requests: Sequence[tuple[Here | Peer, Request]], kind: type[Kind], timeout_s: float = ANSWER_S
+    ) -> list[Kind]:
+        """The same; raises the first error."""
+        answers = self.each(requests, kind, timeout_s)
+        for answer in answers:
+            if isinstance(answer, TideError):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, TideError)]
+
+    def connect(self, state_dir: Path, same_build: bool = True) -> None:
+        """To every peer. Raises for one that is not reached, is this machine, or runs another build."""
+        for found in self._pool.map(_connected, self.peers):
+            if isinstance(found, TideError):
+                raise found
+        ours = about(state_dir)
+        for peer in self.peers:
+            _check(peer, ours, same_build)
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _connected(peer: Peer) -> About | TideError:
+    try:
+        return peer.connect()
+    except TideError as error:
+        return error
+
+
+def _check(peer: Peer, ours: About, same_build: bool) -> None:
+    theirs = peer.about
+    assert theirs is not None
+    if (theirs.machine, theirs.state_dir) == (ours.machine, ours.state_dir):
+        hint = "where ranks share a machine, write one address for all of them"
+        raise ConfigError("ssh leads back to this machine", where=f"{peer.node} in parallel.hosts", hint=hint)
+    if same_build and theirs.build != ours.build:
+        what = f"TideLM there is another build: {theirs.version} {theirs.build}, here {ours.version} {ours.build}"
+        raise ConfigError(what, where=str(peer.node), hint="install the same on all nodes")
