@@ -16,6 +16,7 @@ from tidectl.options import PROFILE_HELP, Here, Json, Profile, Timeout
 from tidectl.plan_command import plan
 from tidectl.profile_app import profile
 from tidectl.profiles import names as profile_names
+from tidectl.service_app import service
 from tidectl.tide_app import tide
 
 HELP = """Serve a mixture-of-experts model that is larger than memory.
@@ -87,6 +88,7 @@ def common(
 
 app.add_typer(profile, name="profile")
 app.add_typer(tide, name="tide")
+app.add_typer(service, name="service")
 app.add_typer(bench, name="bench")
 app.command()(fetch)
 app.command()(plan)

@@ -37,6 +37,7 @@ COMMANDS = [
     "parse",
     "version",
     "profile",
+    "service",
 ]
 HEAVY = ("torch", "numpy", "triton", "aiohttp", "zmq", "tokenizers", "safetensors", "rich", "msgspec")
 

@@ -17,7 +17,7 @@ BUILD = "from setuptools.build_meta import build_wheel; build_wheel('wheel')"
 
 def test_the_bundled_profiles_are_found_from_a_wheel(tmp_path: Path) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
-    for package in ("kernels", "packers", "profiles", "tidectl", "tided"):
+    for package in ("kernels", "packers", "profiles", "tidectl", "tided", "units"):
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
@@ -35,3 +35,5 @@ def test_the_bundled_profiles_are_found_from_a_wheel(tmp_path: Path) -> None:
     assert found
     assert (site / "profiles" / "seeds" / "ds41-mxfp4.json").is_file()
     assert (site / "tidectl" / "evals" / "heldout.jsonl").read_bytes() == FILE.read_bytes()
+    bundled = {path.name for path in (ROOT / "units").iterdir()}
+    assert {path.name for path in (site / "units").iterdir()} == bundled
