@@ -9,6 +9,9 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # One arithmetic thread a process: ranks and test workers share cores.
 export OMP_NUM_THREADS := 1
 UV := $(BIN)/uv pip
+# Of a node: `make install PREFIX=/opt/tidelm`. DESTDIR is put before it where a package or an image is made.
+PREFIX ?= /opt/tidelm
+NODE := $(DESTDIR)$(PREFIX)
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,7 +39,7 @@ resolve: setup ## the tested versions resolve for x86_64 and aarch64 (nothing is
 	    || exit 1; echo "$$machine: resolved"; done
 
 test: lint resolve ## everything that can be tested without an accelerator
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not gpu"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not gpu and not systemd"
 
 test-gpu: setup ## what needs a CUDA device; says so where there is none
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
@@ -46,6 +49,9 @@ test-page: setup ## the page of the expert map in a headless Chromium, and on th
 	@command -v chromium chromium-browser google-chrome google-chrome-stable chrome > /dev/null || \
 	  { echo "no Chromium in PATH: apt-get install chromium (Debian, Ubuntu), then again"; exit 1; }
 	$(BIN)/pytest tests/page
+
+test-systemd: setup ## an installation, and units that really start, hang, die and stop under a systemd of its own (root; 5 minutes)
+	$(BIN)/pytest -m systemd -rs
 
 fuzz: setup ## 10,000 requests made from our own document, 2,000 beside it, 20,000 damaged files, messages and answers: never a fault or a hang
 	TIDE_FUZZ_EXAMPLES=650 $(BIN)/pytest -n auto tests/api/test_document_fuzz.py tests/api/test_openai_fuzz.py tests/fuzz
@@ -63,7 +69,39 @@ bench: setup ## where a decode step of the mini model spends its time, on two ra
 bench-http: setup ## what HTTP costs a token of 8 streams; fails where that is too much (to be run at rest)
 	$(BIN)/python bench/http_overhead.py
 
+build/uv/bin/uv:
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/pip install --quiet uv
+
+# The environment is made beside and put in place as a whole. It is read by a service that writes nothing there, so it is
+# compiled here; and moved to where it belongs by who packs it, so its scripts find their Python beside themselves.
+install: build/uv/bin/uv ## TideLM for a node: an environment of its own in PREFIX (/opt/tidelm), commands in PREFIX/bin; then `tidectl service install`
+	@set -eu; umask 022; \
+	case "$(PREFIX)" in /?*) ;; *) echo "PREFIX must be absolute, and not /" >&2; exit 2;; esac; \
+	python=$$($(PYTHON) -c 'import os, sys; print(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))'); \
+	case "$$python" in /root/*|/home/*) \
+	  echo "$$python lies in a home, which the service cannot see: make install PYTHON=/usr/bin/python3" >&2; exit 2;; esac; \
+	new="$(NODE)/venv.new"; rm -rf "$$new" build/lib build/bdist*; mkdir -p "$(NODE)/bin"; \
+	build/uv/bin/uv venv --quiet --no-project --relocatable --python "$$python" "$$new"; \
+	build/uv/bin/uv pip install --quiet --python "$$new/bin/python" -c constraints.txt --compile-bytecode .; \
+	site=$$("$$new/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	mkdir -p "$$site/minis"; cp -R minis/deepseek minis/glm "$$site/minis/"; \
+	rm -rf "$(NODE)/venv.old"; if [ -e "$(NODE)/venv" ]; then mv "$(NODE)/venv" "$(NODE)/venv.old"; fi; \
+	mv "$$new" "$(NODE)/venv"; rm -rf "$(NODE)/venv.old"; \
+	for name in tidectl tided; do ln -sfn "../venv/bin/$$name" "$(NODE)/bin/$$name"; done; \
+	echo "installed $$("$(NODE)/bin/tidectl" --version) in $(NODE); next: $(PREFIX)/bin/tidectl service install"
+
+uninstall: ## take that away again; models, histories and profiles stay
+	@set -eu; \
+	if grep -qs "=$(PREFIX)/bin/tided " "$(DESTDIR)/etc/systemd/system/tided@.service"; then \
+	  echo "the service's units start it: $(PREFIX)/bin/tidectl service uninstall first" >&2; exit 1; fi; \
+	for name in tidectl tided; do \
+	  if [ "$$(readlink "$(NODE)/bin/$$name")" = "../venv/bin/$$name" ]; then rm "$(NODE)/bin/$$name"; fi; done; \
+	rm -rf "$(NODE)/venv" "$(NODE)/venv.new" "$(NODE)/venv.old"; \
+	rmdir --ignore-fail-on-non-empty "$(NODE)/bin" "$(NODE)" 2>/dev/null || true; \
+	echo "removed $(NODE)/venv and its commands"
+
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
-.PHONY: help setup demo lint resolve test fuzz soak faults test-page test-gpu bench bench-http clean
+.PHONY: help setup demo install uninstall lint resolve test fuzz soak faults test-page test-systemd test-gpu bench bench-http clean

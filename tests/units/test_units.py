@@ -9,7 +9,7 @@ import pytest
 from tided import errors
 
 UNITS = Path(__file__).parents[2] / "units"
-RESTARTED = {1, 69, 70, 75}  # a mistake of ours, something missing, failed ranks, "later"
+RESTARTED = {1, 69, 70}  # a mistake of ours, something missing, failed ranks
 MOST_EXPOSURE = 35  # tenths
 
 needs_systemd = pytest.mark.skipif(
