@@ -46,6 +46,11 @@ class Residents(Protocol):
     def by_layer(self) -> tuple[int, ...]: ...
 
     @property
+    def bytes_share(self) -> float | None:
+        """Of all experts' bytes, where these differ in size."""
+        ...
+
+    @property
     def slots(self) -> int:
         """Records that the arena can hold."""
         ...
