@@ -23,7 +23,8 @@ Bytes = NDArray[np.uint8]
 
 
 class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a directory of made-up weights says of itself. `held`: its shards are headers alone."""
+    """What a directory of made-up weights says of itself. `engram_vocabulary`: 0 where the model has no Engram. `held`:
+    its shards are headers alone."""
 
     like: str
     layers: int
@@ -121,15 +122,17 @@ class GeneratedFile:
 def _sizes(info: TensorInfo) -> tuple[float, float]:
     """Mean and deviation of a tensor's numbers; of scales, the exponent and how far it goes down."""
     name, shape = info.name, info.shape
-    if info.dtype == "I8":
+    if info.dtype in ("I8", "I16", "I32"):
         return 0.0, 0.0
     if info.dtype == "F8_E8M0":
         return float(-round(math.log2(32 * shape[-1]) / 2) - (2 if ".experts." in name else 0)), 1.0
     if info.dtype == "F8_E4M3":
         return 0.0, 1.0
     if len(shape) == 1:
-        near = 1.0 if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "_scale")) else 0.0
-        return near, 0.02 if name.endswith((".bias", ".bias_vl")) else 0.1
+        if name.endswith(".suh"):  # the scales of a trellis' inputs: its numbers themselves are near one
+            return 0.0, shape[0] ** -0.5
+        near = 1.0 if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "_scale", ".svh")) else 0.0
+        return near, 0.02 if name.endswith((".bias", ".bias_vl", "_bias")) else 0.1
     return 0.0, math.prod(shape[1:]) ** -0.5
 
 
@@ -141,11 +144,17 @@ def _drawn(seed: int, dtype: str, mean: float, deviation: float) -> Bytes:
     draw = np.random.default_rng([seed, len(dtype), round(1e9 * deviation)])
     if dtype == "I8":
         return draw.integers(0, 256, NUMBERS, dtype=np.uint8)
+    if dtype == "I16":  # any words are a trellis
+        return draw.integers(0, 1 << 16, NUMBERS, dtype=np.uint16).view(np.uint8)
+    if dtype == "I32":  # a marker, whose being there is all that counts
+        return np.zeros(4, np.uint8)
     if dtype == "F8_E8M0":
         return (127 + int(mean) - draw.integers(0, int(deviation) + 1, NUMBERS)).astype(np.uint8)
     values = (mean + deviation * draw.standard_normal(NUMBERS)).astype(np.float32)
     if dtype == "F32":
         return values.view(np.uint8)
+    if dtype == "F16":
+        return values.astype(np.float16).view(np.uint8)
     if dtype == "BF16":
         return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     if dtype == "F8_E4M3":

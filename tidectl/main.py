@@ -445,12 +445,15 @@ def fit(
 @app.command()
 def synth(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory, or an unfinished one of the same kind.")],
-    like: Annotated[str, typer.Option(metavar="NAME", help="Whose shapes: ds41.")] = "ds41",
-    layers: Annotated[int, typer.Option(metavar="N", help="Its first layers, 2 at least.")] = 40,
-    experts: Annotated[int, typer.Option(metavar="N", help="Routed experts of a layer.")] = 384,
+    like: Annotated[str, typer.Option(metavar="NAME", help="Whose shapes: ds41 or glm53.")] = "ds41",
+    layers: Annotated[int | None, typer.Option(metavar="N", help="Its first layers.  [default: all]")] = None,
+    experts: Annotated[int | None, typer.Option(metavar="N", help="Routed experts of a layer.  [default: all]")] = None,
     engram_vocabulary: Annotated[
-        int, typer.Option(metavar="N", min=200, help="Rows of an Engram table for each of its 24 hash heads.")
-    ] = 16_000_000,
+        int | None,
+        typer.Option(
+            metavar="N", min=200, help="Rows of an Engram table for each of its 24 hash heads.  [default: 16,000,000]"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Other numbers.")] = 0,
     in_memory: Annotated[
         bool, typer.Option("--in-memory", help="Write headers alone; the numbers are made as the engine reads them.")
@@ -464,6 +467,7 @@ def synth(
 
     \b
       tidectl synth /tmp/ds41 --in-memory
+      tidectl synth /tmp/glm53 --like glm53 --in-memory
       tidectl synth /data/ds41-small --layers 4 --experts 32 --engram-vocabulary 100000
     """
     from tidectl import synth

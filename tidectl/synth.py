@@ -7,7 +7,14 @@ from tidectl.waiting import Item, waiting
 
 
 def run(
-    out: Path, like: str, layers: int, experts: int, engram_vocabulary: int, seed: int, in_memory: bool, as_json: bool
+    out: Path,
+    like: str,
+    layers: int | None,
+    experts: int | None,
+    engram_vocabulary: int | None,
+    seed: int,
+    in_memory: bool,
+    as_json: bool,
 ) -> None:
     with waiting() as show:
         show([Item("preparing")])

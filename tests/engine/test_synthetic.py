@@ -1,6 +1,7 @@
 """Made-up weights: written or held, the same numbers, and a checkpoint that the engine serves from."""
 
 import json
+import math
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -12,18 +13,28 @@ from msgspec.structs import replace
 
 from kernels.record import ExpertRecord
 from packers.generated import MARK, Generated, Mark
+from packers.headers import DTYPE_BYTES
 from packers.shards import Checkpoint
 from tests.models.random_checkpoint import released_config
+from tided.chat.glm53 import REQUIRED_SPECIALS
 from tided.chat.tokenizer import Tokenizer
-from tided.engine import synthetic
+from tided.engine import synthetic, synthetic_shapes
+from tided.engine.build import open_model
 from tided.engine.offline import logits, settings_of
+from tided.engine.synthetic_shapes import LIKE
 from tided.errors import DataError, UnavailableError, UsageError
 from tided.experts.source import CheckpointSource
 from tided.models.deepseek_v41.config import read_config
 from tided.models.deepseek_v41.names import expected_tensors, routed_expert_names
 from tided.models.deepseek_v41.released import SPECIAL, released
+from tided.models.glm53 import released as glm53
+from tided.models.glm53.config import read_config as read_glm53
+from tided.models.glm53.names import linears, plain_tensors
+from tided.models.glm53.released import released as released_glm53
 
 IDS = [0, SPECIAL["<｜User｜>"], 70, 71, 72, 73, 74, 75, SPECIAL["<｜Assistant｜>"], 80]
+
+GLM_IDS = [glm53.SPECIAL["[gMASK]"], glm53.SPECIAL["<sop>"], 70, 71, 72, 73, glm53.SPECIAL["<|assistant|>"], 80]
 
 
 def nothing(done: int, total: int) -> None:
@@ -44,7 +55,7 @@ def small(*args: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthetic, "released", small)
+    monkeypatch.setattr(synthetic_shapes.ds41, "released", small)
     monkeypatch.setattr(synthetic, "RESERVE_BYTES", 0)
 
 
@@ -58,7 +69,7 @@ def test_its_inventory_is_the_released_one() -> None:
     golden = ("rope_scaling", "rms_norm_eps", "max_position_embeddings")  # what the other takes from a small model
     assert {key: value for key, value in config.items() if said[key] != value and key not in golden} == {}
     config = released()
-    shards = list(synthetic._shards(Path("/nowhere"), expected_tensors(read_config(config))))
+    shards = list(synthetic._shards(Path("/nowhere"), LIKE["ds41"], expected_tensors(read_config(config))))
     assert len(shards) == 48
     assert sum(len(tensors) for _, tensors in shards) == 96_085
     nbytes = sum(tensor.nbytes for _, tensors in shards for tensor in tensors)
@@ -170,7 +181,9 @@ def test_impossible_sizes_are_refused(layers: int, experts: int) -> None:
 def test_numbers_are_sane() -> None:
     """No NaN among the codes, and deviations as asked."""
     generated = Generated(3)
-    infos = {t.name: t for _, tensors in synthetic._shards(Path("/n"), _narrow_tensors()) for t in tensors}
+    infos = {
+        t.name: t for _, tensors in synthetic._shards(Path("/n"), LIKE["ds41"], _narrow_tensors()) for t in tensors
+    }
     codes = generated.tensor(infos["layers.1.attn.wo_b.weight"])
     assert not ((codes & 0x7F) == 0x7F).any()
     values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
@@ -185,3 +198,55 @@ def test_numbers_are_sane() -> None:
 
 def _narrow_tensors() -> Any:
     return expected_tensors(read_config(small(2, 8, (1, 1), 300, 500)))
+
+
+def small_glm53(*args: Any) -> dict[str, Any]:
+    return released_glm53(*args) | {
+        "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 4,
+        "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        "index_n_heads": 2, "index_head_dim": 64, "index_topk": 64, "max_position_embeddings": 1024,
+    }  # fmt: skip
+
+
+def test_glm53_s_parameters_are_the_released_ones() -> None:
+    """753,329,921,024, the drafting layer's included, the routers' corrections not counted; experts of 2.75 bits, and
+    15 GB of all else."""
+    c = read_glm53(glm53.released())
+    matrices = [*linears(c).values(), *[(c.moe_intermediate_size, c.hidden_size)] * 3 * c.n_routed_experts * 76]
+    weights = sum(rows * columns for rows, columns in matrices)
+    plain = sum(math.prod(spec.shape) for spec in plain_tensors(c).values())
+    assert weights + plain - 76 * 256 == 753_329_921_024
+    tensors = glm53.stored_tensors(c)
+    words = {name: math.prod(spec.shape) for name, spec in tensors.items() if name.endswith(".trellis")}
+    experts = sum(count for name, count in words.items() if ".experts." in name)
+    assert 16 * experts / (256 * 76 * 3 * 2048 * 6144) == pytest.approx(2.75, rel=1e-3)
+    dense = sum(
+        DTYPE_BYTES[str(spec.dtype)] * math.prod(spec.shape)
+        for name, spec in tensors.items()
+        if ".experts." not in name
+    )
+    assert 14e9 < dense < 16e9
+
+
+def as_bytes(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    return checkpoint.read(name).flatten().view(torch.uint8)
+
+
+def test_glm53_made_and_written_are_the_same_and_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On one rank and, cut, on two; experts of four sizes, drafting layer included."""
+    monkeypatch.setattr(synthetic_shapes.glm53, "released", small_glm53)
+    monkeypatch.setattr(synthetic, "RESERVE_BYTES", 0)
+    for held in (False, True):
+        synthetic.synthesise(tmp_path / str(held), synthetic.plan("glm53", 5, 16, None, 5, held), nothing)
+    written, made = (Checkpoint.open(tmp_path / str(held)) for held in (False, True))
+    assert all(as_bytes(written, name).equal(as_bytes(made, name)) for name in made.tensors)
+    Tokenizer.open(made.path).require(REQUIRED_SPECIALS)
+    settings = settings_of(made.path)
+    assert len(open_model(settings).kinds.nbytes) == 4
+    rows = [logits(settings, GLM_IDS, decode=3, resident=22, ranks=ranks, numerics="fp32") for ranks in (1, 2)]
+    assert torch.isfinite(rows[0]).all()
+    assert float(rows[0].std()) > 0.1
+    assert torch.allclose(rows[0], rows[1], atol=1e-3)
+    assert logits(settings_of(written.path), GLM_IDS, decode=3, resident=22, numerics="fp32").equal(rows[0])
+    draft = replace(settings, engine=replace(settings.engine, draft="3"))
+    open_model(draft).family.drafter_bytes(made, draft)

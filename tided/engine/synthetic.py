@@ -3,7 +3,7 @@ how fast it is does not depend on what the numbers say. Either written to disk, 
 and the numbers are made as the engine reads them (`packers.generated`)."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,28 +12,30 @@ from packers.generated import MARK, Generated, Mark, read_mark
 from packers.headers import TensorInfo
 from packers.shard_writer import described, write_file, write_shard
 from packers.shards import CONFIG, INDEX, TensorSpec
+from tided.engine.synthetic_shapes import LIKE, Like
 from tided.engine.synthetic_tokenizer import tokenizer_json
 from tided.errors import UnavailableError, UsageError
-from tided.models.deepseek_v41.config import read_config
-from tided.models.deepseek_v41.hashing import table_rows
-from tided.models.deepseek_v41.names import expected_tensors
-from tided.models.deepseek_v41.released import ENGRAM, EXPERTS, LAYERS, SPECIAL, VOCABULARY, released
-from tided.models.deepseek_v41.vocabulary import compressed_ids
 
-LIKE = ("ds41",)
 RESERVE_BYTES = 1 << 30  # that stay free on the file system
 Progress = Callable[[int, int], None]  # (bytes done, of all)
 
 
-def plan(like: str, layers: int, experts: int, engram_vocabulary: int, seed: int, held: bool) -> Mark:
-    """Raises UsageError for a model that there is not."""
-    if like not in LIKE:
+def plan(
+    like: str, layers: int | None, experts: int | None, engram_vocabulary: int | None, seed: int, held: bool
+) -> Mark:
+    """None: as the released model has it. Raises UsageError for a model that there is not."""
+    model = LIKE.get(like)
+    if model is None:
         raise UsageError(f"there are no shapes called {like!r}", hint=f"--like {' | '.join(LIKE)}")
-    if not 2 <= layers <= LAYERS:
-        raise UsageError(f"--layers must be 2 to {LAYERS}")
-    if not 6 <= experts <= EXPERTS:
-        raise UsageError(f"--experts must be 6, which a token takes, to {EXPERTS}")
-    return Mark(like, layers, experts, engram_vocabulary, seed, held)
+    layers = model.layers[-1] if layers is None else layers
+    experts = model.experts[-1] if experts is None else experts
+    if layers not in model.layers:
+        raise UsageError(f"--layers must be {model.layers[0]} to {model.layers[-1]}")
+    if experts not in model.experts:
+        raise UsageError(f"--experts must be {model.experts[0]}, which a token takes, to {model.experts[-1]}")
+    if engram_vocabulary is not None and not model.engram_vocabulary:
+        raise UsageError(f"--engram-vocabulary: {like} has no Engram tables")
+    return Mark(like, layers, experts, engram_vocabulary or model.engram_vocabulary, seed, held)
 
 
 def synthesise(directory: Path, mark: Mark, progress: Progress) -> int:
@@ -41,17 +43,10 @@ def synthesise(directory: Path, mark: Mark, progress: Progress) -> int:
     where it stopped: a shard is whole or not there, and the index comes last. Returns the bytes of all shards. Raises
     UsageError for a directory that holds something else, UnavailableError where the file system has no room."""
     _claim(directory, mark)
-    tokenizer = tokenizer_json(VOCABULARY, SPECIAL)
-    write_file(directory / "tokenizer.json", tokenizer)
-    engram = [layer for layer in ENGRAM if layer < mark.layers]
-    config = released(
-        mark.layers,
-        mark.experts,
-        table_rows(mark.engram_vocabulary, 3 * 8, len(engram)),
-        mark.engram_vocabulary,
-        int(compressed_ids(directory / "tokenizer.json", VOCABULARY).max()) + 1,
-    )
-    shards = list(_shards(directory, expected_tensors(read_config(config))))
+    model = LIKE[mark.like]
+    write_file(directory / "tokenizer.json", tokenizer_json(model.vocabulary, model.special))
+    config = model.config(mark, directory)
+    shards = list(_shards(directory, model, model.tensors(config)))
     total = sum(tensors[-1].offset + tensors[-1].nbytes for _, tensors in shards)
     if not mark.held:
         _check_room(directory, shards, total)
@@ -93,33 +88,23 @@ def _claim(directory: Path, mark: Mark) -> None:
         raise UnavailableError(f"cannot be written ({e.strerror})", where=str(directory)) from e
 
 
-def _shards(directory: Path, tensors: dict[str, TensorSpec]) -> Iterator[tuple[bytes, list[TensorInfo]]]:
-    """The files of the released model: tower, embedding, layers, head, drafter, Engram tables. In a file scales come
-    before weights, as they do there."""
+def _shards(
+    directory: Path, model: Like, tensors: Mapping[str, TensorSpec]
+) -> Iterator[tuple[bytes, list[TensorInfo]]]:
+    """The files of the released model. In a file scales come before weights, as they do there."""
     groups: dict[str, list[str]] = {}
     for name in tensors:
-        groups.setdefault(_group(name), []).append(name)
-    order = sorted(groups, key=_rank)
+        groups.setdefault(model.group(name.split(".")), []).append(name)
+    order = sorted(groups, key=lambda group: _rank(model, group))
     for number, group in enumerate(order, 1):
         path = directory / f"model-{number:05d}-of-{len(order):05d}.safetensors"
         names = sorted(groups[group], key=lambda name: not name.endswith(".scale"))
         yield described(path, ((name, tensors[name]) for name in names))
 
 
-def _group(name: str) -> str:
-    parts = name.split(".")
-    if parts[0] in ("vision", "aligner"):
-        return "vision"
-    if parts[0] == "layers" and parts[2] == "engram":
-        return f"engram.{parts[1]}"
-    if parts[0] in ("layers", "mtp"):
-        return f"{parts[0]}.{parts[1]}"
-    return "head" if parts[0] in ("norm", "head") else "embed"
-
-
-def _rank(group: str) -> tuple[int, int]:
+def _rank(model: Like, group: str) -> tuple[int, int]:
     kind, _, number = group.partition(".")
-    return ["vision", "embed", "layers", "head", "mtp", "engram"].index(kind), int(number or 0)
+    return model.files.index(kind), int(number or 0)
 
 
 def _check_room(directory: Path, shards: list[tuple[bytes, list[TensorInfo]]], total: int) -> None:
