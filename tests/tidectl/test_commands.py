@@ -19,6 +19,7 @@ from tests.tidectl.canned import MODEL, Tidectl
 from tidectl import logits, profile_commands, profiles, state, waiting
 from tidectl.main import app
 from tided.errors import NotRunningError, PermissionError_, UnavailableError
+from tided.profile import instances
 from tided.profile.schema import KEYS
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +148,7 @@ def test_with_json_a_failure_is_one_object_too(tidectl: Tidectl, tmp_path: Path)
     assert json.loads(ran.stdout) == {
         "schema": "tidectl.error/1",
         "error": {
-            "what": "no profile 'mini-depseek': neither a file nor a bundled name",
+            "what": "no profile 'mini-depseek': neither a file nor the name of one",
             "where": "",
             "hint": "did you mean 'mini-deepseek'?",
             "exit_code": 2,
@@ -237,6 +238,19 @@ def test_a_file_wins_over_a_bundled_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert profiles.find("mini-deepseek") == ROOT / "profiles" / "mini-deepseek.toml"
     (tmp_path / "mini-deepseek").write_text("")
     assert profiles.find("mini-deepseek") == Path("mini-deepseek")
+
+
+def test_a_nodes_own_profile_is_known_by_its_name_as_it_is_to_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert profiles.SITE_DIR == instances.SITE_DIR
+    monkeypatch.setattr(profiles, "SITE_DIR", tmp_path)
+    for name in ("ours", "mini-glm"):
+        (tmp_path / f"{name}.toml").write_text("")
+        assert profiles.find(name) == instances.profile_of(name, tmp_path) == tmp_path / f"{name}.toml"
+        assert profiles.name_of(str(tmp_path / f"{name}.toml")) == name
+    assert profiles.names("our") == ["ours"]
+    assert profiles.find("mini-deepseek") == profiles.BUNDLED_DIR / "mini-deepseek.toml"
 
 
 def test_a_misspelt_name_gets_a_suggestion(tidectl: Tidectl) -> None:
