@@ -23,7 +23,7 @@ from pathlib import Path
 from tided.control import journal
 from tided.control.keys import Keys, credential, load_keys
 from tided.control.notify import Notifier
-from tided.control.state import StateFile
+from tided.control.state import Claim, StateFile
 from tided.control.wire import all_local
 from tided.errors import ConfigError, PermissionError_, TideError, UsageError
 from tided.life import Daemon
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         state_dir = _state_dir(options.state_dir)
         profile, rank = _who(options)
+        claim = Claim(state_dir, rank, str(profile))
         state = StateFile(state_dir, rank)
         settings = _checked(profile, rank)
         keys = _keys(settings, rank, state_dir)
@@ -62,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make_room(settings.server.max_connections)
     import uvloop
 
-    return uvloop.run(_run(settings, rank, keys, state))
+    code = uvloop.run(_run(settings, rank, keys, state))
+    claim.release()
+    return code
 
 
 def make_room(connections: int) -> None:

@@ -100,6 +100,40 @@ def test_the_state_of_a_rank_that_its_profile_refuses_is_kept(node, tmp_path):
     assert read_rank(tmp_path / "state", 1).exit_code == 78
 
 
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from tided.control.state import Claim
+claim = Claim(Path(sys.argv[1]), 1, "other.toml")
+child = os.fork()  # which must not hold it on
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_process_of_a_rank_is_refused_and_leaves_the_firsts_files_alone(node, tmp_path, caplog):
+    written(node, "broken", text="rank = 2\n")
+    state = tmp_path / "state"
+    state.mkdir()
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(state)], stdout=subprocess.PIPE, text=True)
+    child = int(holder.stdout.readline())
+    try:
+        assert daemon.main(["--instance", "broken:1"]) == 69
+        assert f"rank 1 runs here already (other.toml, pid {holder.pid})" in caplog.text
+        assert read_rank(state, 1) is None
+        assert daemon.main(["--instance", "broken:0"]) == 78  # of another rank nobody is in the way
+        holder.kill()
+        holder.wait(10)
+        assert daemon.main(["--instance", "broken:1"]) == 78
+    finally:
+        holder.kill()
+        os.kill(child, 9)
+        holder.communicate()
+
+
 def test_a_credential_is_taken_for_keys_and_a_comment_sign_for_none(tmp_path, monkeypatch):
     keys = load_keys(tmp_path / "made" / "curve.key", create=True)
     given = tmp_path / "given"

@@ -1,14 +1,17 @@
 """What a rank writes about itself while it lives, for `tidectl` to show: `rank-N.json` in the state directory."""
 
+import fcntl
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from tided.control.files import write_private
+from tided.errors import UnavailableError
 
 log = logging.getLogger("state")
 
@@ -78,6 +81,31 @@ class StateFile:
             write_private(self.path, msgspec.json.encode(self._state) + b"\n", durable=durable)
         except OSError as error:  # a full disk must not end a service for what people read only
             log.warning("%s cannot be written: %s", self.path, error.strerror)
+
+
+class Claim:
+    """A rank's hold on its state directory: one process writes its state and its history. Held until the process ends,
+    however it ends; by a record lock, which no child inherits. Raises UnavailableError naming who holds it."""
+
+    def __init__(self, state_dir: Path, rank: int, words: str) -> None:
+        """`words`: what this process is, for the one that is refused."""
+        path = state_dir / f"rank-{rank}.lock"
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(self._fd, MAX_FILE_BYTES).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise UnavailableError(
+                f"rank {rank} runs here already ({owner})", where=str(path), hint="stop it first: `tidectl status`"
+            ) from None
+        with suppress(OSError):  # a full disk: the lock counts, its words are for people
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{words}, pid {os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """For a process that goes on."""
+        os.close(self._fd)
 
 
 def rank_file(state_dir: Path, rank: int) -> Path:
