@@ -1,6 +1,7 @@
 """Edited weights in a file of their own: the model under them is the edited checkpoint, and a wrong file is refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ def test_a_truncated_file_is_refused(overlay: Path) -> None:
 
 
 def test_the_released_model_takes_its_published_layers_alone() -> None:
-    """52 tensors: both of layers 10 to 35. A file that begins at 11 lacks two, one that ends at 36 holds two more."""
+    """52 tensors: both of layers 10 to 35. A file that begins at 11 lacks two, one that ends at 36 holds two more; and
+    a 53rd is one too many."""
 
     class Released:
         config = released_config()
@@ -150,12 +152,17 @@ def test_the_released_model_takes_its_published_layers_alone() -> None:
 
     found: Any = overlaid(Released(), file(REAL_LAYERS))  # type: ignore[arg-type]
     assert (len(found.replaces), found.points) == (52, "layers 10-35 attn.wo_b")
-    for layers, told in (
-        (range(11, 36), "2 missing: layers.10"),
-        (range(10, 37), "2 not known to this model: layers.36"),
+    more = {"layers.36.attn.wo_b.weight": like["layers.2.attn.wo_b.weight"]}
+    one_more = Overlay(Path("o"), "", {**file(REAL_LAYERS).tensors, **more})
+    assert len(one_more.tensors) == 53
+    for wrong, told in (
+        (file(range(11, 36)), "2 missing: layers.10"),
+        (file(range(10, 37)), "2 not known to this model: layers.36"),
+        (one_more, "tensors: 1 not known to this model: layers.36.attn.wo_b.weight$"),
     ):
-        with pytest.raises(TensorError, match=told):
-            overlaid(Released(), file(layers))  # type: ignore[arg-type]
+        with pytest.raises(TensorError) as refused:
+            overlaid(Released(), wrong)  # type: ignore[arg-type]
+        assert re.search(told, refused.value.what)
 
 
 def test_a_family_without_such_an_edit_refuses_one(overlay: Path) -> None:
