@@ -1,12 +1,16 @@
-"""What this machine's GPUs make of DeepSeek-V4.1-Flash, at the shapes of one rank of two, with random weights.
+"""What this machine's GPUs make of DeepSeek-V4.1-Flash and GLM-5.3, at the shapes of one rank of two, with random
+weights.
 
     python bench/gpu.py [--part kernels step prefill ranks residency] [--rounds 10] [--repeats 3]
+    python bench/gpu.py --part exl3 glm --rows 1 4 8 --wheel exllamav3-1.6.5-py3-none-any.whl
 
     kernels    experts and dense products alone, against a kernel that only reads, in the same run
     step       a decode step of one rank: by part, its graph nodes, the host's time, and the least its bytes would take
     prefill    a prompt of 8,192 tokens
     ranks      the step of two ranks on two GPUs, its collectives inside the graphs (needs two GPUs)
     residency  the step beside 64 expert records a step that are read, staged and copied to the device, and without
+    exl3       GLM-5.3's experts: our kernel beside exllamav3's own, built from its wheel (`exllamav3_kernel.py`)
+    glm        a decode step of GLM-5.3, one rank: by part, the host's time, and the least its bytes would take
 
 Figures are medians, in brackets the spread of the repeats.
 """
@@ -20,21 +24,28 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import gpu_kernels, gpu_ranks, gpu_step
+from bench import gpu_exl3, gpu_glm, gpu_kernels, gpu_ranks, gpu_step
 from bench.gpu_timing import ceiling
 
 PARTS = ("kernels", "step", "prefill", "residency", "ranks")
+GLM_PARTS = ("exl3", "glm")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--part", nargs="+", choices=PARTS + GLM_PARTS, default=list(PARTS))
     for name, default in (("--rounds", 10), ("--repeats", 3), ("--layers", 40), ("--resident", 10_000)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--context", type=int, default=8000)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 6])
     parser.add_argument("--tiles", action="store_true", help="other tiles and parts of the dense products too")
+    parser.add_argument("--glm-layers", type=int, default=78)
+    parser.add_argument("--glm-resident", type=int, default=12_968)
+    parser.add_argument("--wheel", type=Path, help="exllamav3's, for exl3")
+    parser.add_argument("--build", type=Path, default=Path("scratch/exllamav3"), help="where its kernel is built")
     options = parser.parse_args()
+    if "exl3" in options.part and options.wheel is None:
+        parser.error("exl3 needs --wheel")
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device")
     best = ceiling(options.rounds)
@@ -49,6 +60,10 @@ def main() -> None:
     torch.cuda.empty_cache()
     if "ranks" in options.part:
         gpu_ranks.show(best, options)
+    if "exl3" in options.part:
+        gpu_exl3.show(options.wheel, options.build, options.rounds, options.repeats)
+    if "glm" in options.part:
+        gpu_glm.show(best, options)
 
 
 if __name__ == "__main__":
