@@ -3,6 +3,7 @@ its own token, checks its own bytes, and goes on where it was."""
 
 import shlex
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,8 @@ import msgspec
 from tidectl.waiting import Item
 from tided.errors import UnavailableError
 
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15", "--")
+SSH = ("ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "--")
+TIDECTL = (sys.executable, "-P", "-m", "tidectl.main")  # TideLM is installed at one path on all nodes
 POLL_S = 0.25
 END_S = 5.0
 TAIL_LINES = 6
@@ -34,11 +36,11 @@ class _Failed(msgspec.Struct):
 
 
 class Node:
-    """One node's fetch: the newest lines that it said, to people and to programs."""
+    """One node's fetch: the newest lines that it said, to people and to programs. `command`: tidectl and its words."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name, self._words, self._data = name, deque[str](maxlen=TAIL_LINES), deque[str](maxlen=1)
-        line = [*SSH, name, shlex.join([*command, "--json"])]
+        line = [*SSH, name, shlex.join([*TIDECTL, *command[1:], "--json"])]
         self._process = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
         )
@@ -66,11 +68,12 @@ class Node:
             told = msgspec.json.decode(self._data[-1], type=_Failed).error
             where = f"{self.name}, {told.where}" if told.where else self.name
             raise UnavailableError(told.what, where=where, hint=told.hint)
-        hint = "is tidectl in the PATH of a login there that no terminal is given to?" if code == NOT_FOUND else ""
+        absent = code == NOT_FOUND or any("No module named" in line for line in self._words)
+        hint = f"install TideLM there too, at the same path ({sys.executable})" if absent else ""
         raise UnavailableError(
             "\n  ".join(self._words) or f"ended with {code}",
             where=self.name,
-            hint=hint or f"`ssh {self.name} tidectl version` must answer; then run the same command again",
+            hint=hint or f"`ssh -oBatchMode=yes {self.name} true` must work; then run the same command again",
         )
 
     def end(self) -> None:

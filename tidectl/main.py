@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from tidectl.bench_command import bench
+from tidectl.doctor_command import doctor
 from tidectl.eval_command import evaluate
 from tidectl.fetch_command import fetch
 from tidectl.group import Commands
@@ -90,6 +91,7 @@ app.add_typer(profile, name="profile")
 app.add_typer(tide, name="tide")
 app.add_typer(service, name="service")
 app.add_typer(bench, name="bench")
+app.command()(doctor)
 app.command()(fetch)
 app.command()(plan)
 app.command("eval")(evaluate)

@@ -2,7 +2,6 @@
 
 import os
 import stat
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,13 +41,9 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         [ $node = silent ] && exit 127
         exec sh -c "$(echo "$*" | sed "s,{tmp_path}/here,{tmp_path}/$node,")"
         """
-    tidectl = f"""\
-        #!/bin/sh
-        cd {ROOT} && exec {sys.executable} -m tidectl.main "$@"
-        """
-    for name, text in (("ssh", ssh), ("tidectl", tidectl)):
-        (programs / name).write_text(textwrap.dedent(text))
-        (programs / name).chmod(stat.S_IRWXU)
+    (programs / "ssh").write_text(textwrap.dedent(ssh))
+    (programs / "ssh").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     return tmp_path
 
@@ -71,7 +66,7 @@ def test_a_node_that_fails_is_named_with_its_own_words(hub: Hub, nodes: Path) ->
     assert refused.value.where == f"spark-2, {nodes / 'spark-2'}"
     with pytest.raises(UnavailableError) as refused:
         fetch.run(fetch.Options("some/model", nodes / "here", nodes=["silent"]), False)
-    assert "PATH" in refused.value.hint
+    assert "at the same path" in refused.value.hint
 
 
 def test_a_machine_without_ssh_says_so(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

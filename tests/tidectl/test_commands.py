@@ -31,6 +31,7 @@ COMMANDS = [
     "logs",
     "chat",
     "logits",
+    "doctor",
     "fetch",
     "pack",
     "synth",

@@ -39,6 +39,10 @@ class Family(Protocol):
         """Raises ConfigError for settings that the family cannot serve, whatever the checkpoint holds."""
         ...
 
+    def inventory(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        """Raises TensorError unless the checkpoint holds exactly the tensors that `load` takes."""
+        ...
+
     def numerics(self, settings: Settings) -> Numerics:
         """Where a forward pass rounds."""
         ...

@@ -47,6 +47,9 @@ class DeepseekV41Family:
         for _, what, hint in refusals(settings, block):
             raise ConfigError(what, hint=hint)
 
+    def inventory(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        checkpoint.require(expected_tensors(read_config(checkpoint.config)))
+
     def numerics(self, settings: Settings) -> Numerics:
         return numerics_of(settings.model.numerics)
 

@@ -45,6 +45,9 @@ class Glm53Family:
     def check(self, config: dict[str, Any], settings: Settings) -> None:
         load.check_cache(settings)
 
+    def inventory(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        load.inventory(checkpoint, settings)
+
     def numerics(self, settings: Settings) -> Numerics:
         return load.numerics_of(settings)
 

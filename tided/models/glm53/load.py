@@ -109,6 +109,14 @@ def _held_bytes(checkpoint: Checkpoint, c: Config, settings: Settings, counts: C
     return held + sum(torch.float32.itemsize * math.prod(spec.shape) for spec in plain.values())
 
 
+def inventory(checkpoint: Checkpoint, settings: Settings) -> Config:
+    """Raises TensorError unless the checkpoint holds exactly the model's tensors; the layer behind the trunk may be
+    missing where nothing drafts. Gives the configuration of what is there."""
+    c = without_missing_drafter(checkpoint, read_config(checkpoint.config), settings.engine.draft)
+    checkpoint.require(expected_tensors(checkpoint, c))
+    return c
+
+
 def _is_widened(settings: Settings) -> bool:
     """Whether linear layers are kept as fp32: where a CPU multiplies by them, and where nothing is rounded to bf16."""
     return settings.engine.device == "cpu" or settings.model.numerics == "fp32"
@@ -117,9 +125,8 @@ def _is_widened(settings: Settings) -> bool:
 def load(checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertBank, device: torch.device) -> Glm53:
     """Reads the rank's dense weights. Raises TensorError for a checkpoint that holds other tensors than its
     configuration says, ConfigError for settings that the model cannot serve."""
-    c = without_missing_drafter(checkpoint, read_config(checkpoint.config), settings.engine.draft)
-    _check(c, settings, group)
-    checkpoint.require(expected_tensors(checkpoint, c))
+    _check(read_config(checkpoint.config), settings, group)
+    c = inventory(checkpoint, settings)
     numerics, weights = numerics_of(settings), Weights(checkpoint, linears(c), group, device, _is_widened(settings))
     pool = Pool(_layout(c, settings, group.ranks), settings.cache.pool_tokens, device)
     share = Share(group.rank, group.ranks) if settings.cache.split else ALONE

@@ -1,0 +1,103 @@
+"""`tidectl doctor`: looks at this machine, and changes nothing."""
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+from tidectl import profiles
+from tidectl.doctor.check import View
+from tidectl.doctor.engine import Engine, Examined
+from tidectl.doctor.examine import Result, results
+from tidectl.doctor.machine import Machine
+from tidectl.doctor.screen import draw
+from tidectl.doctor.table import CHECKS
+from tidectl.doctor.weights import deep_bytes
+from tidectl.output import emit
+from tidectl.running import Snapshot, look
+from tidectl.state import chosen_dir
+from tidectl.supervise import local_ranks
+from tidectl.waiting import Item, waiting
+from tided.errors import TideError
+from tided.profile import load
+
+
+def run(profile: str | None, deep: bool, as_json: bool) -> int:
+    """The exit code: 0 where nothing fails, else 1."""
+    view = view_of(profile)
+    with closing(view.engine):
+        found = _examined(view, deep)
+    failed = [result for result in found if result.finding.verdict == "fail"]
+    if as_json:
+        rows = [{"id": one.id, **one.finding._asdict(), "seconds": round(one.seconds, 3)} for one in found]
+        emit("doctor/1", {"profile": str(view.profile or ""), "ok": not failed, "checks": rows})
+    else:
+        draw(found)
+    return 1 if failed else 0
+
+
+def view_of(profile: str | None) -> View:
+    """Of the profile that is named, else of what runs or ran last. Raises UsageError for a name that is none."""
+    state_dir = chosen_dir()
+    running = _running(state_dir)
+    path = profiles.find(profile) if profile else _last(running)
+    view = View(Machine(), state_dir, running, path)
+    if path is None:
+        return view
+    try:
+        view.settings = load(path)
+    except TideError as error:
+        view.wrong = error.what
+        return view
+    view.engine = _engine(path, view)
+    return view
+
+
+def _engine(path: Path, view: View) -> Engine:
+    assert view.settings is not None
+    return Examined(path, local_ranks(view.settings.parallel) or [0])
+
+
+def _examined(view: View, deep: bool) -> list[Result]:
+    total, read, current = (deep_bytes(view) if deep and view.settings else 0), 0, ""
+    with waiting() as show:
+
+        def tell() -> None:
+            if read:
+                show(
+                    [
+                        Item(
+                            "reading",
+                            current,
+                            detail=f"{read / 1e9:.1f} of {total / 1e9:.1f} GB",
+                            done=read >> 20,
+                            total=total >> 20,
+                        )
+                    ]
+                )
+            else:
+                show([Item("looking", detail=current)])
+
+        def begins(name: str) -> None:
+            nonlocal current
+            current = name
+            tell()
+
+        def more(nbytes: int) -> None:
+            nonlocal read
+            read += nbytes
+            tell()
+
+        view.read = more
+        return list(results([check for check in CHECKS if deep or not check.deep], view, begins))
+
+
+def _running(state_dir: Path) -> Snapshot:
+    """Of a state directory that is not there nothing runs; none is made."""
+    if not state_dir.is_dir() or not os.access(state_dir, os.R_OK | os.X_OK):
+        return Snapshot("stopped", "", "", 0.0, [], None, [], None)
+    return look(state_dir)
+
+
+def _last(running: Snapshot) -> Path | None:
+    name = running.profile or (running.last.profile if running.last else "")
+    return Path(name) if name and Path(name).is_file() else None
