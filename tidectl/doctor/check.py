@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 from tidectl.doctor.engine import Engine
 from tidectl.doctor.machine import Machine
 from tidectl.doctor.peers import Peer, ask
+from tidectl.nodes import local_ranks
 from tidectl.running import Snapshot
-from tidectl.supervise import local_ranks
 from tided.settings import Settings
 
 Verdict = Literal["ok", "warn", "fail", "skip"]

@@ -12,10 +12,10 @@ from tidectl.doctor.machine import Machine
 from tidectl.doctor.screen import draw
 from tidectl.doctor.table import CHECKS
 from tidectl.doctor.weights import deep_bytes
+from tidectl.nodes import local_ranks
 from tidectl.output import emit
 from tidectl.running import Snapshot, look
 from tidectl.state import chosen_dir
-from tidectl.supervise import local_ranks
 from tidectl.waiting import Item, waiting
 from tided.errors import TideError
 from tided.profile import load
