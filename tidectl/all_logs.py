@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tidectl import logs, record, supervisor
+from tidectl import logs, record, runner
 from tidectl.node_messages import Lines, LogLine, MoreLogs, OpenLogs
 from tidectl.nodes import Node
 from tidectl.output import emit, is_terminal, say, styled, visible
@@ -44,7 +44,7 @@ def choose(directory: Path, rank: int | None, all_runs: bool) -> list[Node]:
     others = [node for node in found.nodes if not node.here] if found else []
     if rank is not None and (there := [node for node in others if rank in node.ranks]):
         return [there[0]._replace(ranks=(rank,))]
-    ranks = logs.choose(directory, rank, all_runs, supervisor.status(directory))
+    ranks = logs.choose(runner.ranks_with_logs(directory), rank, all_runs, runner.status(directory))
     here = next((node for node in found.nodes if node.here), None) if found else None
     ours = Node(here.host if here else "", tuple(ranks), True)
     return [ours, *others] if rank is None else [ours]

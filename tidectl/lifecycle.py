@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tidectl import differing, profiles, stopping, supervisor
+from tidectl import differing, profiles, runner, stopping, supervisor
 from tidectl.node_messages import Lines, Tail
-from tidectl.node_work import claim
 from tidectl.nodes import Node, nodes_of
 from tidectl.output import emit, say
 from tidectl.peers import Team
@@ -27,7 +26,7 @@ def start(profile: Path, timeout_s: float, as_json: bool, here_alone: bool = Fal
     settings = check_profile(profile)
     directory = state_dir()
     nodes = _nodes(settings, profile, here_alone)
-    claim(directory)
+    runner.claim(directory)
     check_ports(settings)
     with Team(nodes, directory) as team:
         _start(team, settings, profile, directory, timeout_s, as_json)
@@ -49,7 +48,7 @@ def restart(profile: Path | None, timeout_s: float, as_json: bool, here_alone: b
     """The new profile is judged before the old one is stopped, as far as that is possible without the memory and the
     ports that the old one holds: a mistake in it costs no service. Where nothing runs, what ran last is started."""
     directory = state_dir()
-    now = supervisor.status(directory)
+    now = runner.status(directory)
     ran = now.run or now.last
     if profile is None and ran is None:
         raise NotRunningError("nothing runs, and nothing ran here before", hint="tidectl start PROFILE")
@@ -63,7 +62,7 @@ def restart(profile: Path | None, timeout_s: float, as_json: bool, here_alone: b
             show([Item("checking", f"{profiles.name_of(str(chosen))}, beside what runs")])
             differing.refuse(settings, nodes)
         stopping.stop(directory, None)
-    claim(directory)
+    runner.claim(directory)
     check_ports(settings)
     with Team(nodes, directory) as team:
         _start(team, settings, chosen, directory, timeout_s, as_json)

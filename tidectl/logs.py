@@ -76,15 +76,14 @@ class Log:
             return False  # between the renaming of the old file and the making of the new one
 
 
-def choose(state_dir: Path, rank: int | None, all_runs: bool, now: Status) -> list[int]:
-    """The ranks whose logs are asked for: those of this run, or of the last one; with `all_runs` all that left a log.
-    Raises UsageError for a rank that is not among them, NotRunningError when there is none."""
-    found = _found(state_dir / "logs")
+def choose(found: Sequence[int], rank: int | None, all_runs: bool, now: Status) -> list[int]:
+    """The ranks whose logs are asked for, of those that have one: those of this run, or of the last one; with
+    `all_runs` all. Raises UsageError for a rank that is not among them, NotRunningError when there is none."""
     ran = [child.rank for child in now.run.ranks] if now.run else [r.rank for r in now.last.ranks] if now.last else []
     candidates = [number for number in found if all_runs or not ran or number in ran]
     if not candidates:
         hint = "start a profile with `tidectl start PROFILE`"
-        raise NotRunningError("no rank has written a log yet", where=str(state_dir / "logs"), hint=hint)
+        raise NotRunningError("no rank has written a log yet", hint=hint)
     if rank is None or rank in candidates:
         return candidates if rank is None else [rank]
     did = ("run here" if now.run else "ran last") if len(candidates) > 1 else "runs here" if now.run else "ran last"
@@ -97,25 +96,13 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-def tail_of(state_dir: Path, rank: int, lines: int) -> list[str]:
-    """The end of a rank's last run, for a message about how it ended; empty where there is none."""
-    try:
-        log = Log(rank, log_path(state_dir, rank))
-    except OSError:
-        return []
-    found = [*log.last(lines), *log.rest()]
-    log.close()
-    return [text for _, text in found[-lines:]]
-
-
 def log_path(state_dir: Path, rank: int) -> Path:
     return state_dir / "logs" / f"rank-{rank}.log"
 
 
-def _found(directory: Path) -> dict[int, Path]:
-    """Logs in use by rank, in their order; a rotated one has a further suffix."""
-    found = {int(match[1]): path for path in directory.glob("rank-*.log") if (match := _LOG_NAME.match(path.name))}
-    return dict(sorted(found.items()))
+def found(directory: Path) -> list[int]:
+    """The ranks that have a log; a rotated one has a further suffix."""
+    return sorted(int(match[1]) for path in directory.glob("rank-*.log") if (match := _LOG_NAME.match(path.name)))
 
 
 def _text(line: bytes) -> str:

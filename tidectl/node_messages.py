@@ -23,9 +23,10 @@ class Hello(_Message, frozen=True):
 
 
 class Prepare(_Message, frozen=True):
-    """Keep a profile (TOML with absolute paths) and judge it here. `keys`: the control plane's key file to be kept;
-    empty where the profile names one, whose leader must then be `leader`. The answer is `Prepared`."""
+    """Keep a profile (TOML with absolute paths) as `name` and judge it here. `keys`: the control plane's key file to be
+    kept; empty where the profile names one, whose leader must then be `leader`. The answer is `Prepared`."""
 
+    name: str
     profile: str
     host: str
     ranks: list[int]

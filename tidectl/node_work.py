@@ -3,11 +3,11 @@ on another `tidectl.node` calls it."""
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from tidectl import logs, supervisor
+from tidectl import logs, runner, units
 from tidectl.about import line
 from tidectl.fits import refuse_misfit
 from tidectl.node_messages import (
@@ -41,8 +41,6 @@ from tided.control.keys import load_keys
 from tided.errors import ConfigError, NotRunningError, UnavailableError
 from tided.profile import load_for_start
 
-PROFILE = "profile.toml"
-KEY_FILE = "curve.key"
 BEGINNING_S = 10.0  # from a supervisor's start until it tells of its ranks
 SOURCES = (*guard.SOURCE_PACKAGES, "tidectl")
 
@@ -52,7 +50,7 @@ class Work:
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
-        self._logs: list[logs.Log] = []
+        self._logs: list[logs.Log | units.Journal] = []
 
     def __call__(self, request: Request) -> Reply:
         """Raises what is wrong as errors of ours."""
@@ -62,14 +60,14 @@ class Work:
             case Prepare():
                 return self._prepare(request)
             case Begin():
-                supervisor.start(Path(request.profile), self.state_dir, ranks=request.ranks)
+                runner.start(Path(request.profile), self.state_dir, request.ranks)
                 return Done()
             case Look():
                 return seen(self.state_dir)
             case End():
-                return Ends(end(self.state_dir, request.timeout_s), supervisor.status(self.state_dir).last)
+                return Ends(end(self.state_dir, request.timeout_s), runner.status(self.state_dir).last)
             case Tail():
-                found = logs.tail_of(self.state_dir, request.rank, request.lines)
+                found = runner.tail_of(self.state_dir, request.rank, request.lines)
                 return Lines([(request.rank, text) for text in found], False)
             case OpenLogs():
                 return self._open_logs(request)
@@ -87,29 +85,28 @@ class Work:
         """Everything that this node can refuse is refused before a rank is started anywhere."""
         if not is_ours(request.host):
             raise ConfigError(f"{request.host} in parallel.hosts is no address of the machine that answers there")
-        with _claimed(self.state_dir):
-            path = self.state_dir / PROFILE
-            write_private(path, adapted(request.profile, self.state_dir).encode())
-            settings = load_for_start(path)
-            refuse_misfit(settings, path)
-            key_file = Path(settings.parallel.key_file or self.state_dir / KEY_FILE)
-            if request.keys and not settings.parallel.key_file:
-                write_private(key_file, request.keys.encode())
-            if load_keys(key_file, create=False).leader.public != request.leader:
-                hint = "copy rank 0's key file here, mode 0600"
-                raise ConfigError("the keys of the control plane are not rank 0's", where=str(key_file), hint=hint)
+        runner.claim(self.state_dir)
+        path = runner.keep_profile(request.name, adapted(request.profile, self.state_dir), self.state_dir)
+        settings = load_for_start(path)
+        refuse_misfit(settings, path)
+        key_file = Path(settings.parallel.key_file or runner.key_file(self.state_dir))
+        if request.keys and not settings.parallel.key_file:
+            write_private(key_file, request.keys.encode())
+        if load_keys(key_file, create=False).leader.public != request.leader:
+            hint = "copy rank 0's key file here, mode 0600"
+            raise ConfigError("the keys of the control plane are not rank 0's", where=str(key_file), hint=hint)
         return Prepared(str(path))
 
     def _open_logs(self, request: OpenLogs) -> Lines:
         self.close()
-        running = supervisor.is_locked(self.state_dir)
+        running = runner.is_running(self.state_dir)
         for rank in request.ranks:
             with suppress(FileNotFoundError):  # nothing was started there yet
-                self._logs.append(logs.Log(rank, logs.log_path(self.state_dir, rank)))
+                self._logs.append(runner.log_of(self.state_dir, rank))
         return Lines([line for log in self._logs for line in log.last(request.lines, request.all_runs)], running)
 
     def _more_logs(self) -> Lines:
-        running = supervisor.is_locked(self.state_dir)  # asked before reading: what an ended rank wrote last is read
+        running = runner.is_running(self.state_dir)  # asked before reading: what an ended rank wrote last is read
         fresh = [line for log in self._logs for line in log.added()]
         if not running and not fresh and self._logs:
             fresh = [line for log in self._logs for line in log.rest()]
@@ -135,22 +132,6 @@ class Work:
         return Declared(dict.fromkeys(request.ranks, facts))
 
 
-@contextmanager
-def _claimed(state_dir: Path) -> Iterator[None]:
-    """Refuses when something runs; else ends what a killed supervisor left, which still holds memory and ports."""
-    lock = supervisor.take_lock(state_dir)
-    try:
-        supervisor.clean(state_dir)
-        yield
-    finally:
-        os.close(lock)
-
-
-def claim(state_dir: Path) -> None:
-    with _claimed(state_dir):
-        pass
-
-
 def about(state_dir: Path) -> About:
     return About(PROTOCOL, line(), build(), machine(), str(state_dir), time.time())
 
@@ -170,18 +151,18 @@ def build() -> str:
 def end(state_dir: Path, timeout_s: float) -> bool:
     """As `supervisor.stop`, of a start that has only begun too. Whether something ran."""
     deadline = time.monotonic() + BEGINNING_S
-    while supervisor.status(state_dir).run is None and supervisor.is_locked(state_dir):
+    while runner.status(state_dir).run is None and runner.is_running(state_dir):
         if time.monotonic() > deadline:
             raise UnavailableError("a start does not tell of its ranks, so they cannot be ended", where=str(state_dir))
         time.sleep(POLL_S)
     with suppress(NotRunningError):
-        supervisor.stop(state_dir, timeout_s)
+        runner.stop(state_dir, timeout_s)
         return True
     return False
 
 
 def seen(state_dir: Path) -> Seen:
-    now = supervisor.status(state_dir)
+    now = runner.status(state_dir)
     memory = _meminfo()
     running = {child.rank: child.process.pid for child in now.run.ranks} if now.run else {}
     return Seen(
@@ -194,10 +175,6 @@ def seen(state_dir: Path) -> Seen:
         memory.get("MemTotal", 0),
         {rank: _process(pid) for rank, pid in running.items()},
     )
-
-
-def status_of(seen: Seen) -> supervisor.Status:
-    return supervisor.Status(seen.running, seen.run, seen.ranks, seen.last)
 
 
 def _meminfo() -> dict[str, int]:

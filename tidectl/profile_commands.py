@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tidectl import fits, preflight, profiles, supervisor
+from tidectl import fits, preflight, profiles, runner
 from tidectl.output import emit, say, styled
 from tidectl.state import chosen_dir
 from tided import profile
@@ -48,7 +48,7 @@ def _problems(path: Path) -> tuple[list[Problem], bool]:
         return found, False
     settings = profile.load(path)
     found += fits.misfits(settings, path)
-    if not supervisor.is_locked(chosen_dir()):
+    if not runner.is_running(chosen_dir()):
         found += preflight.machine_notes(settings, path)
     return in_order(found), True
 

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tidectl import http, profiles, supervisor
+from tidectl import http, profiles, runner, supervisor
 from tidectl.state import state_dir
 from tided.errors import PermissionError_, TideError, UnavailableError
 
@@ -65,10 +65,10 @@ class Snapshot(NamedTuple):
 def look(directory: Path | None = None) -> Snapshot:
     """Changes nothing, waits for at most `HEALTH_S`."""
     directory = directory or state_dir()
-    now = supervisor.status(directory)
+    now = runner.status(directory)
     health = _health(url) if (url := url_of(now)) else None
     if health is None:
-        now = supervisor.status(directory)  # a stop may have begun while it was waited for
+        now = runner.status(directory)  # a stop may have begun while it was waited for
     if now.run is None:
         return Snapshot(_without_run(now), "", "", 0.0, [], None, [], now.last)
     ranks = ranks_of(now)
@@ -120,7 +120,7 @@ def _refuse_unready(now: Snapshot, url: str | None) -> None:
 def running_url() -> str | None:
     """Where the server of this machine answers, or None; never an error."""
     with suppress(TideError, OSError):
-        return url_of(supervisor.status(state_dir())) or None
+        return url_of(runner.status(state_dir())) or None
     return None
 
 

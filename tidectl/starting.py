@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tidectl import record, supervisor
+from tidectl import record, runner, supervisor
 from tidectl.node_messages import Begin, Done, End, Ends, Look, Prepare, Prepared, Seen
-from tidectl.node_work import KEY_FILE
 from tidectl.nodes import Node
 from tidectl.peers import Here, Peer, Team
 from tidectl.processes import POLL_S
@@ -47,7 +46,7 @@ class Start:
     """One start of the ranks of `team`. `profile`: the file on this machine."""
 
     def __init__(self, team: Team, settings: Settings, profile: Path, state_dir: Path) -> None:
-        self._team, self._settings, self._state_dir = team, settings, state_dir
+        self._team, self._settings, self._profile, self._state_dir = team, settings, profile, state_dir
         self._paths: dict[Node, str] = {team.first.node: str(profile)}
         self._begun: list[Here | Peer] = []
         self._seen: dict[Node, Seen] = {}
@@ -62,7 +61,7 @@ class Start:
         while time.monotonic() < deadline:
             self._look()
             watch(self.items())
-            if any(not self._seen[member.node].running for member in self._begun):
+            if any(_has_ended(self._seen[member.node]) for member in self._begun):
                 raise self._why()
             if len(self._begun) < len(self._team.members) and self._has_passed_checks():
                 self._begin(self._team.peers)
@@ -81,11 +80,11 @@ class Start:
         self._team.connect(self._state_dir)
         watch([Item("other nodes", "checking the profile")])
         named = self._settings.parallel.key_file
-        path = Path(named or self._state_dir / KEY_FILE)
+        path = Path(named or runner.key_file(self._state_dir))
         keys, text = load_keys(path, create=True), text_of(self._settings)
         secret = "" if named else path.read_text()
         requests = [
-            (peer, Prepare(text, peer.node.host, list(peer.node.ranks), secret, keys.leader.public))
+            (peer, Prepare(self._profile.stem, text, peer.node.host, list(peer.node.ranks), secret, keys.leader.public))
             for peer in self._team.peers
         ]
         for peer, prepared in zip(self._team.peers, self._team.all(requests, Prepared), strict=True):
@@ -146,7 +145,7 @@ class Start:
         while time.monotonic() < deadline and not self._own_reasons() and self._still_running():
             time.sleep(PEER_POLL_S)
             self._look()
-        ended = self._own_reasons() or [one for one in self._begun if not self._seen[one.node].running]
+        ended = self._own_reasons() or [one for one in self._begun if _has_ended(self._seen[one.node])]
         member = min(ended, key=lambda one: self._last_word_s(one))
         seen = self._seen[member.node]
         found = supervisor.culprit(seen.last) if seen.last else None
@@ -159,11 +158,16 @@ class Start:
         return [one for one in self._begun if supervisor.has_own_reason(self._seen[one.node].last)]
 
     def _still_running(self) -> bool:
-        return any(self._seen[member.node].running for member in self._begun)
+        return any(not _has_ended(self._seen[member.node]) for member in self._begun)
 
     def _last_word_s(self, member: Here | Peer) -> float:
         last = self._seen[member.node].last
         return last.ended if last else 0.0
+
+
+def _has_ended(seen: Seen) -> bool:
+    """A service manager may be about to start a rank again that has ended."""
+    return not seen.running or (seen.last is not None and seen.last.first is not None)
 
 
 def _item(rank: RankState, where: str) -> Item:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tidectl import http, profiles, record, supervisor
+from tidectl import http, profiles, record, runner, supervisor
 from tidectl.node_messages import End, Ends
 from tidectl.output import say
 from tidectl.peers import Team
@@ -26,7 +26,7 @@ Answers = Sequence[Ends | TideError]
 def stop(directory: Path, timeout_s: float | None) -> dict[str, Any]:
     """Stops what runs: how each rank ended, and the requests that were cut. Raises NotRunningError, and
     UnavailableError for nodes that were not reached."""
-    now = supervisor.status(directory)
+    now = runner.status(directory)
     drain_s = _drain_s(now)
     limit_s = drain_s + STOP_MARGIN_S if timeout_s is None else timeout_s
     if now.run is not None:
@@ -44,7 +44,7 @@ def stop(directory: Path, timeout_s: float | None) -> dict[str, Any]:
         say(f"the time was over; requests cut: {cut['running']} running, {cut['waiting']} waiting")
     _refuse_left(directory, answers)
     profile = now.run.profile if now.run else ""
-    return {"profile": profile, "ranks": _ends(supervisor.status(directory), answers), "cut": cut}
+    return {"profile": profile, "ranks": _ends(runner.status(directory), answers), "cut": cut}
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def _ended_elsewhere(directory: Path, timeout_s: float) -> Iterator["Future[Answ
 
 def _end_here(directory: Path, limit_s: float, requests: "_OpenRequests", others: "Future[Answers] | None") -> None:
     try:
-        supervisor.stop(directory, limit_s, requests)
+        runner.stop(directory, limit_s, requests)
     except NotRunningError:  # what is left of a run may be on other nodes alone
         if others is None or not any(isinstance(one, TideError) or one.ran for one in others.result()):
             _note_over(directory)

@@ -14,7 +14,7 @@ from packers.exl3_sizes import whole_sizes
 from packers.joined import identity_of
 from packers.overlay import digest_of, identity_under
 from packers.shards import Checkpoint
-from tidectl import fits, profiles, running, supervisor
+from tidectl import fits, profiles, runner, running
 from tidectl.output import console, emit, plain, say
 from tidectl.state import state_dir
 from tided.control.files import write_private
@@ -307,7 +307,7 @@ def _model(profile: Path | None) -> Model:
 
 
 def _ran() -> Path:
-    now = supervisor.status(state_dir())
+    now = runner.status(state_dir())
     ran = now.run or now.last
     if ran is None:
         raise NotRunningError("nothing runs, and nothing ran here before", hint="name a PROFILE")

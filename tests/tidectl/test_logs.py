@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tidectl import all_logs, logs, supervise, supervisor
+from tidectl import all_logs, logs, runner, supervise, supervisor
 from tidectl.processes import Identity
 from tidectl.supervisor import Child, Ended, EndedRank, Run, Status
 from tided.errors import UsageError
@@ -86,7 +86,7 @@ def test_rotated_files_are_no_ranks_of_their_own(
     path.write_text("a\n")
     path.with_name("rank-0.log.1").write_text("old\n")
     path.with_name("supervisor.log").write_text("s\n")
-    assert logs.choose(tmp_path, None, False, NOTHING) == [0]
+    assert logs.choose(logs.found(tmp_path / "logs"), None, False, NOTHING) == [0]
     monkeypatch.setenv("TIDE_STATE_DIR", str(tmp_path))
     all_logs.show(None, 10, follow=False, all_runs=False, as_json=False)
     assert capsys.readouterr().out == "a\n"
@@ -114,9 +114,9 @@ def test_following_ends_with_the_ranks_and_loses_nothing(
 
 
 def test_the_end_of_a_log_for_a_message(path: Path, tmp_path: Path) -> None:
-    assert logs.tail_of(tmp_path, 0, 2) == []
+    assert runner.tail_of(tmp_path, 0, 2) == []
     path.write_text("a\nb\nc")
-    assert logs.tail_of(tmp_path, 0, 2) == ["b", "c"]
+    assert runner.tail_of(tmp_path, 0, 2) == ["b", "c"]
 
 
 def test_the_last_run_alone_unless_all_are_asked_for(path: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_last_run_alone_unless_all_are_asked_for(path: Path, tmp_path: Path)
         log.write(f"{run} run\ncut".encode())
     log.close()
     assert logs.Log(0, path).last(9) == [(0, "second run")]
-    assert logs.tail_of(tmp_path, 0, 9) == ["second run", "cut"]
+    assert runner.tail_of(tmp_path, 0, 9) == ["second run", "cut"]
     shown = [text for _, text in logs.Log(0, path).last(9, all_runs=True)]
     assert shown[1::2] == ["first run", shown[3]]
     assert shown[2] == "cut"
@@ -150,10 +150,10 @@ def state_of(running: list[int], last: list[int]) -> Status:
 def test_the_ranks_of_this_run_or_the_last(path: Path, tmp_path: Path) -> None:
     for rank in (0, 1, 2, 10):
         path.with_name(f"rank-{rank}.log").write_text("x\n")
-    assert logs.choose(tmp_path, None, False, state_of([0, 1], [])) == [0, 1]
-    assert logs.choose(tmp_path, None, False, state_of([], [2, 1])) == [1, 2]
-    assert logs.choose(tmp_path, None, True, state_of([0, 1], [])) == [0, 1, 2, 10]
-    assert logs.choose(tmp_path, 10, True, state_of([0, 1], [])) == [10]
+    assert logs.choose(logs.found(tmp_path / "logs"), None, False, state_of([0, 1], [])) == [0, 1]
+    assert logs.choose(logs.found(tmp_path / "logs"), None, False, state_of([], [2, 1])) == [1, 2]
+    assert logs.choose(logs.found(tmp_path / "logs"), None, True, state_of([0, 1], [])) == [0, 1, 2, 10]
+    assert logs.choose(logs.found(tmp_path / "logs"), 10, True, state_of([0, 1], [])) == [10]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_rank_that_is_not_there(
     for number in (0, 1, 2):
         path.with_name(f"rank-{number}.log").write_text("x\n")
     with pytest.raises(UsageError) as caught:
-        logs.choose(tmp_path, rank, False, state_of(running, last))
+        logs.choose(logs.found(tmp_path / "logs"), rank, False, state_of(running, last))
     assert str(caught.value).startswith(words)
 
 

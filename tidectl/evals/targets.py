@@ -121,14 +121,14 @@ def running_checkpoint(url: str) -> Path | None:
     """The directory of the model that this machine serves at `url`."""
     from contextlib import suppress
 
-    from tidectl import supervisor
+    from tidectl import runner
     from tidectl.running import running_url
     from tidectl.state import state_dir
     from tided.errors import TideError
     from tided.profile import load
 
     with suppress(TideError, OSError):
-        run = supervisor.status(state_dir()).run
+        run = runner.status(state_dir()).run
         here = running_url()
         if run is not None and here is not None and http.base_url(here) == url:
             return Path(load(Path(run.profile)).model.path)
