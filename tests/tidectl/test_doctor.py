@@ -42,7 +42,8 @@ from tided.errors import DataError, UnavailableError
 
 ROOT = Path(__file__).parents[2]
 MINI = ROOT / "profiles" / "mini-deepseek.toml"
-NEEDS = {"ranks": {"0": {"experts": 94_000_000_000, "context": 5_000_000_000}}, "available_bytes": 1}
+CLASSES = {"experts": 94_000_000_000, "context": 5_000_000_000}
+NEEDS: dict[str, Any] = {"ranks": {"0": CLASSES}, "missing": {}, "judged": True}
 
 
 @pytest.fixture
@@ -72,16 +73,16 @@ def test_files_in_the_page_cache_count_as_free(machine: Scripted, view: View) ->
 
 
 def test_what_starts_and_dies_at_its_first_prompt_is_told_before(machine: Scripted, view: View) -> None:
-    """It fits by 2 GB, and a prompt's chunk takes more in passing."""
-    view.engine = Scripts(needs=NEEDS)
-    machine.memory(MemAvailable=98_700_000)
+    """All that stays fits, and a prompt's chunk on top does not."""
     machine.process(700, "comfyui", 25_000_000)
+    view.engine = Scripts(needs={**NEEDS, "missing": {"serve": "3.1 GB more than the 101.1 GB that are free"}})
     found = memory.available(view)
-    assert found.verdict == "warn"
-    assert "2.1 GB are left for what steps take in passing, 6.0 GB should be" in found.evidence
+    assert found.verdict == "fail"
+    assert "gate 'serve' asks 3.1 GB more than the 101.1 GB that are free" in found.evidence
     assert "comfyui (pid 700) 25.6 GB" in found.evidence
-    machine.memory(MemAvailable=90_000_000)
-    assert memory.available(view).verdict == "fail"
+    assert "`tidectl plan " in found.fix
+    view.engine = Scripts(needs={**NEEDS, "judged": False})
+    assert memory.available(view).verdict == "warn"
 
 
 def test_who_holds_memory_is_named(machine: Scripted, view: View) -> None:
@@ -106,10 +107,10 @@ def test_what_a_profile_needs_and_nobody_knows(machine: Scripted, view: View) ->
 
 
 def test_beside_what_runs_only_the_floor_counts(machine: Scripted, view: View) -> None:
-    machine.memory(MemAvailable=9_000_000)
-    assert memory.available(running(view)).verdict == "ok"
-    machine.memory(MemAvailable=4_000_000)
-    assert memory.available(view).verdict == "fail"
+    view.settings = settings(memory={"exit_below_bytes": 2_500_000_000, "reserve_bytes": 6_000_000_000})
+    for kilobytes, verdict in ((9_000_000, "ok"), (4_000_000, "warn"), (2_000_000, "fail")):
+        machine.memory(MemAvailable=kilobytes)
+        assert memory.available(running(view)).verdict == verdict
 
 
 def test_pages_that_are_not_written_yet(machine: Scripted, view: View) -> None:

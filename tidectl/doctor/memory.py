@@ -5,10 +5,9 @@ from typing import Any
 
 from tidectl.doctor.check import Finding, View, fail, ok, size, skip, warn
 from tidectl.doctor.machine import Machine
+from tided.settings import Memory
 
-LIVE_FLOOR_BYTES = 6_000_000_000  # a node with less freezes at the next burst (34 to 12.7 GB in 1.5 s were seen)
-CPU_FLOOR_BYTES = 500_000_000
-SHOWN_HOLDERS = 3
+SHOWN_HOLDERS, SHOWN_CLASSES = 3, 4
 ANSWER_S = 120.0
 KERNEL = re.compile(
     r"Out of memory: Killed|oom-kill|NVRM.*(?:NO_MEMORY|Xid)|nvme.*(?:I/O error|timeout|reset)"
@@ -25,32 +24,37 @@ def available(view: View) -> Finding:
         return skip("/proc/meminfo does not tell")
     free, total = info["MemAvailable"], info["MemTotal"]
     seen = f"{size(free)} of {size(total)} are available"
-    floor = LIVE_FLOOR_BYTES if view.on_cuda else CPU_FLOOR_BYTES
     holders = f"; most is held by {', '.join(held_by(view.machine, info))}"
-    if view.is_running or view.settings is None:
-        if free < floor:
-            return fail(seen + holders, f"end what is not needed: below {size(floor)} a node may freeze without a word")
+    if view.settings is None or view.is_running:
+        low, least = _floors(view)
+        if free < low:
+            fix = "end what is not needed: without memory a node freezes, and says nothing"
+            return fail(seen + holders, fix) if free < least else warn(seen + holders, fix)
         return ok(seen)
-    return _against_needs(view, seen, holders, free, floor)
+    return _before_a_start(view, seen, holders)
 
 
-def _against_needs(view: View, seen: str, holders: str, free: int, floor: int) -> Finding:
+def _before_a_start(view: View, seen: str, holders: str) -> Finding:
+    """By the gates of a start: all that stays fits, and so does a first long prompt."""
     answer = view.engine.answer("needs", ANSWER_S)
     if answer.fault:
-        return warn(
-            f"{seen}; what the profile needs is not known: {answer.fault}", answer.hint or "see the other checks"
-        )
-    ranks = answer.value["ranks"]
-    assert isinstance(ranks, dict)
+        what = f"{seen}; what the profile needs is not known: {answer.fault}"
+        return warn(what, answer.hint or "see the other checks")
+    value: dict[str, Any] = dict(answer.value)
+    ranks, missing = value["ranks"], value["missing"]
     need = sum(nbytes for classes in ranks.values() for nbytes in classes.values())
     seen = f"{seen}, {len(ranks)} rank{'s' * (len(ranks) > 1)} here need {size(need)} ({classes_of(ranks)})"
-    fix = "lower experts.resident or cache.pool_tokens, or end what holds it"
-    if need > free:
-        return fail(seen + holders, fix)
-    if need + floor > free:
-        left = f"; {size(free - need)} are left for what steps take in passing, {size(floor)} should be"
-        return warn(seen + left + holders, fix)
-    return ok(seen)
+    if missing:
+        short = "; ".join(f"gate '{name}' asks {words}" for name, words in missing.items())
+        fix = f"end what holds it, or lower experts.resident: `tidectl plan {view.profile}` says what fits"
+        return fail(f"{seen}; {short}{holders}", fix)
+    return ok(seen) if value["judged"] else warn(f"{seen}; nothing tells what is free", "see `tidectl plan`")
+
+
+def _floors(view: View) -> tuple[int, int]:
+    """Below which it is told, and below which ranks end themselves."""
+    memory = view.settings.memory if view.settings else Memory()
+    return max(memory.reserve_bytes, memory.shed_below_bytes), memory.exit_below_bytes
 
 
 def classes_of(ranks: dict[str, Any]) -> str:
@@ -59,7 +63,10 @@ def classes_of(ranks: dict[str, Any]) -> str:
     for classes in ranks.values():
         for what, nbytes in classes.items():
             sums[what] = sums.get(what, 0) + nbytes
-    return ", ".join(f"{what} {size(nbytes)}" for what, nbytes in sorted(sums.items(), key=lambda pair: -pair[1]))
+    largest = sorted(sums.items(), key=lambda pair: -pair[1])
+    rest = sum(nbytes for _, nbytes in largest[SHOWN_CLASSES:])
+    told = [*largest[:SHOWN_CLASSES], *([("others", rest)] if rest else [])]
+    return ", ".join(f"{what} {size(nbytes)}" for what, nbytes in told)
 
 
 def cache(view: View) -> Finding:

@@ -63,11 +63,19 @@ class Examination:
         return {"family": family.name, "tensors": len(self._checkpoint.tensors)}
 
     def needs(self) -> Value:
-        """Bytes by rank and class of memory, as a start counts them; `available_bytes` None: nothing tells."""
-        from tided.engine.devices import free_bytes, needs
+        """Bytes by rank and class, and what of a start's own gates does not pass here, in words."""
+        from tided.engine.devices import here
+        from tided.engine.memory import gates, gb, needs
 
-        ranks = {str(rank): {need.what: need.nbytes for need in needs(self._opened, rank)} for rank in self.ranks}
-        return {"ranks": ranks, "available_bytes": free_bytes(self.settings.engine.device == "cuda")}
+        opened, node = self._opened, here(self.settings)
+        ranks = {str(rank): {need.what: need.nbytes for need in needs(opened, rank)} for rank in self.ranks}
+        missing = {
+            gate.name: f"{gb(gate.missing_bytes)} more than the {gb(gate.free_bytes)} that are free"
+            for rank in self.ranks
+            for gate in (gates(opened, rank, node, started=False) if node else [])
+            if not gate.passes
+        }
+        return {"ranks": ranks, "missing": missing, "judged": node is not None}
 
     def packs(self) -> Value:
         """That they are this checkpoint's, by their headers."""
