@@ -18,6 +18,9 @@ def guard(profile: Profile, here: Here = False, json: Json = False) -> None:
       tidectl guard ds41-mxfp4
       tidectl guard my-profile.toml --json
     """
-    from tidectl import guarding, profiles
+    from tidectl import profiles
 
-    raise typer.Exit(guarding.show(profiles.find(profile), here, json))
+    source = profiles.find(profile)
+    from tidectl import guarding
+
+    raise typer.Exit(guarding.show(source, here, json))

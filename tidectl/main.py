@@ -1,6 +1,7 @@
 """`tidectl`: the commands and their options. What they do is imported when it is run, so that help comes at once."""
 
 import io
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -112,9 +113,12 @@ def start(profile: Profile, timeout: Timeout = 600, here: Here = False, json: Js
       tidectl start mini-deepseek
       tidectl start my-profile.toml --timeout 1800
     """
-    from tidectl import lifecycle, profiles
+    from tidectl import profiles
 
-    lifecycle.start(profiles.find(profile), timeout, json, here)
+    source = profiles.find(profile)  # a name that means nothing is told before anything is loaded
+    from tidectl import lifecycle
+
+    lifecycle.start(source, timeout, json, here)
 
 
 @app.command()
@@ -156,9 +160,12 @@ def restart(
     The profile is checked first, on every node and against its checkpoint, and the nodes are compared: a mistake leaves
     running what runs. Memory alone cannot be judged while the old one holds it.
     """
-    from tidectl import lifecycle, profiles
+    from tidectl import profiles
 
-    lifecycle.restart(profiles.find(profile) if profile else None, timeout, json, here)
+    source = profiles.find(profile) if profile else None
+    from tidectl import lifecycle
+
+    lifecycle.restart(source, timeout, json, here)
 
 
 @app.command()
@@ -340,9 +347,18 @@ def render(
       tidectl render --family glm53 --api anthropic < body.json
       tidectl render mini-deepseek --ids < body.json
     """
-    from tidectl import profiles, render
+    from tidectl import profiles
+    from tided.errors import UsageError
 
-    render.run(family, api, profiles.find(profile) if profile else None, ids)
+    source = profiles.find(profile) if profile else None
+    if ids and source is None:
+        raise UsageError("--ids needs a profile, for its tokenizer", hint="tidectl render PROFILE --ids")
+    if family is None and source is None:
+        hint = "tidectl render PROFILE, or tidectl render --family deepseek-v41"
+        raise UsageError("name a profile or a family: whose prompt format is it?", hint=hint)
+    from tidectl import render
+
+    render.run(family, api, source, ids)
 
 
 @app.command()
@@ -486,6 +502,9 @@ def version(json: Json = False) -> None:
 
 
 def main() -> None:
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # as Ctrl-C: what was begun is ended, a terminal put right
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that cannot be shown must not end an answer

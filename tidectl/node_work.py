@@ -37,7 +37,6 @@ from tidectl.processes import POLL_S
 from tidectl.sent import adapted
 from tided import guard
 from tided.control.files import write_private
-from tided.control.keys import load_keys
 from tided.errors import ConfigError, NotRunningError, UnavailableError
 from tided.profile import load_for_start
 
@@ -85,6 +84,8 @@ class Work:
         """Everything that this node can refuse is refused before a rank is started anywhere."""
         if not is_ours(request.host):
             raise ConfigError(f"{request.host} in parallel.hosts is no address of the machine that answers there")
+        from tided.control.keys import load_keys  # with the library of the control plane
+
         runner.claim(self.state_dir)
         path = runner.keep_profile(request.name, adapted(request.profile, self.state_dir), self.state_dir)
         settings = load_for_start(path)

@@ -19,7 +19,7 @@ from tided.chat.fields import Fields, refuse
 from tided.chat.messages import Conversation
 from tided.chat.shape import AnswerShape
 from tided.chat.tokenizer import Tokenizer
-from tided.errors import DataError, RequestError, UsageError
+from tided.errors import DataError, RequestError
 
 _OPTIONS = ("tool_choice", "response_format", "continue_final_message")
 _UNDERSTOOD = {"thinking", "reasoning_effort", "clear_thinking", "task", "add_generation_prompt", *_OPTIONS}
@@ -27,11 +27,6 @@ _UNDERSTOOD = {"thinking", "reasoning_effort", "clear_thinking", "task", "add_ge
 
 def run(name: str | None, api: Literal["openai", "anthropic"], profile: Path | None, as_ids: bool) -> None:
     """`name` of the family; None: that of the profile's checkpoint."""
-    if as_ids and profile is None:
-        raise UsageError("--ids needs a profile, for its tokenizer", hint="tidectl render PROFILE --ids")
-    if name is None and profile is None:
-        hint = "tidectl render PROFILE, or tidectl render --family deepseek-v41"
-        raise UsageError("name a profile or a family: whose prompt format is it?", hint=hint)
     body = stdin.json_object(stdin.text(), "stdin")
     of_profile, thinking, tokenizer = _of_profile(profile, name is None, as_ids)
     family = of_profile or FAMILIES[name or ""]

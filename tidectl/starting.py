@@ -17,7 +17,6 @@ from tidectl.peers import Here, Peer, Team
 from tidectl.processes import POLL_S
 from tidectl.sent import text_of
 from tidectl.waiting import Item
-from tided.control.keys import load_keys
 from tided.control.state import RankState
 from tided.errors import TideError, UnavailableError
 from tided.settings import Settings
@@ -76,6 +75,8 @@ class Start:
         """The profile, and where no file is named for them the keys, go to the other nodes."""
         if not self._team.peers:
             return
+        from tided.control.keys import load_keys  # with the library of the control plane
+
         watch([Item("other nodes", "connecting")])
         self._team.connect(self._state_dir)
         watch([Item("other nodes", "checking the profile")])

@@ -109,8 +109,12 @@ def _live() -> Iterator[Show]:
         shown[:] = items
 
     screen = console(sys.stderr)
-    with Live(get_renderable=lambda: _table(shown, began), console=screen, transient=True, redirect_stdout=False):
-        yield show
+    try:
+        with Live(get_renderable=lambda: _table(shown, began), console=screen, transient=True, redirect_stdout=False):
+            yield show
+    except KeyboardInterrupt:
+        screen.show_cursor()  # Live has done so, unless a second one came in between
+        raise
 
 
 def _table(items: Sequence[Item], began: float) -> "RenderableType":

@@ -242,3 +242,27 @@ def test_a_forced_colour_does_not_reach_a_file(monkeypatch: pytest.MonkeyPatch) 
     console.print(output.plain("x", "bold red"))
     assert stream.getvalue() == "x\n"
     assert not console.is_terminal
+
+
+INTERRUPTED = """
+import os, signal, time
+from tidectl import main, waiting
+def app():
+    with waiting.waiting() as show:
+        show([waiting.Item("rank 0", "loading")])
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+main.app = app
+try:
+    main.main()
+except KeyboardInterrupt:
+    print("the end")
+"""
+
+
+def test_a_terminal_has_its_cursor_again_after_sigterm() -> None:
+    shown = on_a_terminal(INTERRUPTED)
+    assert "rank 0" in shown
+    assert "the end" in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
