@@ -14,19 +14,20 @@ def doctor(
         typer.Argument(
             metavar="PROFILE",
             autocompletion=profile_names,
-            help="What is to be served.  [default: what runs, or ran last]",
+            help="What is to be served; -: a profile on stdin.  [default: what runs, or ran last]",
         ),
     ] = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Read every byte of checkpoint and packs too, which can take an hour.")
     ] = False,
+    here: Annotated[bool, typer.Option("--here", help="Only this node; others are not asked.")] = False,
     json: Json = False,
 ) -> None:
-    """Look at this machine: what would keep a profile from being served, or make it slow.
+    """Look at the nodes of a profile: what would keep it from being served, or make it slow.
 
     Memory and who holds it, disks, the link between the nodes, driver, ports, weights. Changes nothing, and works with
-    nothing running and beside what runs; then it measures nothing that would slow it. Each line says ok, warn, fail or
-    skip, what was seen, and what to do. Exits with 1 where something fails.
+    nothing running and beside what runs; then it measures nothing that would slow it. Other nodes look at themselves,
+    over ssh. Each line says ok, warn, fail or skip, what was seen, and what to do. Exits with 1 where something fails.
 
     \b
       tidectl doctor ds41-mxfp4
@@ -35,4 +36,4 @@ def doctor(
     """
     from tidectl.doctor import command
 
-    raise typer.Exit(command.run(profile, deep, json))
+    raise typer.Exit(command.run(profile, deep, here, json))

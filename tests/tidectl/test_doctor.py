@@ -34,6 +34,7 @@ from tidectl.doctor.check import Check, View, fail, ok, skip, warn
 from tidectl.doctor.engine import Answer, Examined
 from tidectl.doctor.examine import Result, examined, results
 from tidectl.doctor.machine import Machine, Ran
+from tidectl.doctor.remote import Remote
 from tidectl.doctor.screen import draw
 from tidectl.doctor.table import CHECKS
 from tidectl.running import Snapshot
@@ -459,7 +460,10 @@ def test_a_state_directory_that_others_read(view: View) -> None:
     assert served.state(view).verdict == "warn"
     view.state_dir.chmod(0o700)
     assert served.state(view).verdict == "ok"
-    assert served.keys(view).verdict == "warn"  # the other node needs a copy
+    assert "brings it to the other nodes" in served.keys(view).evidence
+    named, view.settings = view.settings, settings(parallel={"key_file": str(view.state_dir / "none")})
+    assert served.keys(view).verdict == "fail"
+    view.settings = named
     key = view.state_dir / "curve.key"
     key.write_text("secret")
     key.chmod(0o644)
@@ -592,11 +596,13 @@ def test_a_process_that_ends_without_an_answer(tmp_path: Path) -> None:
 
 def test_the_screen_reads_without_colours(capsys: pytest.CaptureFixture[str]) -> None:
     draw(
-        [
-            Result("a.b", ok("fine"), 0.1),
-            Result("c", warn("odd", "look\x1b[2J"), 0.1),
-            Result("d", fail("broken", "mend"), 0),
-        ]
+        {
+            "": [
+                Result("a.b", ok("fine"), 0.1),
+                Result("c", warn("odd", "look\x1b[2J"), 0.1),
+                Result("d", fail("broken", "mend"), 0),
+            ]
+        }
     )
     seen = capsys.readouterr().out
     assert seen.splitlines()[:3] == ["✓ ok    a.b  fine", "! warn  c    odd", "             -> look[2J"]
@@ -605,9 +611,66 @@ def test_the_screen_reads_without_colours(capsys: pytest.CaptureFixture[str]) ->
 
 def test_colours_on_a_terminal() -> None:
     code = "from tidectl.doctor.screen import *; from tidectl.doctor.check import fail; "
-    code += "draw([Result('x', fail('no', 'mend'), 0)])"
+    code += "draw({'': [Result('x', fail('no', 'mend'), 0)]})"
     assert "\x1b[1;31m" in on_a_terminal(code)
     assert "\x1b" not in on_a_terminal(code, NO_COLOR="1")
+
+
+def test_other_nodes_look_at_themselves(machine: Scripted, view: View, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"id": "memory.swap", "verdict": "warn", "evidence": "in use", "fix": "end it", "seconds": 0.1, "node": ""}]
+    machine.programs["ssh"] = "Welcome to spark-2\n" + json.dumps({"schema": "tidectl.doctor/1", "checks": rows})
+    assert view.settings is not None
+    found = Remote(machine, "192.168.177.12", view.settings, deep=True).results()
+    assert found == [Result("memory.swap", warn("in use", "end it"), 0.1)]
+    assert machine.ran[-1][-1].endswith("-P -m tidectl.main doctor - --here --json --deep")
+    draw({"": [Result("memory.swap", ok("none"), 0.0)], "192.168.177.12": found})
+    seen = capsys.readouterr().out
+    assert seen.splitlines()[0] == "this node"
+    assert "192.168.177.12\n! warn  memory.swap  in use\n" in seen
+    assert seen.endswith("1 ok, 1 warn\n")
+
+
+@pytest.mark.parametrize(
+    ("ran", "told"),
+    [
+        (Ran(255, "", "No route to host"), "No route"),
+        (Ran(1, "", "python: No module named tidectl"), "no TideLM at"),
+        (Ran(None, "", ""), "no answer in time"),
+        (Ran(0, "{}", ""), "ended with 0"),
+        (None, "no ssh"),
+    ],
+)
+def test_a_node_that_cannot_look_at_itself_is_a_finding(
+    machine: Scripted, view: View, ran: Ran | None, told: str
+) -> None:
+    if ran:
+        machine.programs["ssh"] = ran
+    assert view.settings is not None
+    (found,) = Remote(machine, "192.168.177.12", view.settings, deep=False).results()
+    assert found.finding.verdict == "fail"
+    assert told in found.finding.evidence
+
+
+def test_alone_nobody_is_asked(machine: Scripted, view: View) -> None:
+    view.alone = True
+    for check in CHECKS:
+        if check.id.startswith(("node.", "link.collective")):
+            assert examined(check, view).verdict == "skip"
+    assert not any(command[0] == "ssh" for command in machine.ran)
+
+
+def test_a_running_profile_is_known_by_what_it_says(machine: Scripted, tmp_path: Path) -> None:
+    """A node keeps what it runs as a file of its own; and a profile comes to another node by its stdin."""
+    from tidectl.sent import text_of
+    from tided.profile import load
+
+    kept, other = tmp_path / "profile.toml", tmp_path / "other.toml"
+    kept.write_text(text_of(load(MINI)))
+    other.write_text(text_of(load(MINI)).replace("spare_slots = 8", "spare_slots = 9"))
+    serving = Snapshot("serving", str(kept), "", 1.0, [], {}, [], None)
+    view = View(machine, tmp_path, serving, MINI, load(MINI))
+    assert view.is_running
+    assert not View(machine, tmp_path, serving, other, load(other)).is_running
 
 
 def test_on_this_machine_with_nothing_running(tidectl: Tidectl, state: Path) -> None:

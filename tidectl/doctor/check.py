@@ -1,6 +1,7 @@
 """What a check is, what it looks at, and what it finds."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,8 @@ from tidectl.doctor.machine import Machine
 from tidectl.doctor.peers import Peer, ask
 from tidectl.nodes import local_ranks
 from tidectl.running import Snapshot
+from tided.errors import TideError
+from tided.profile import load
 from tided.settings import Settings
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
@@ -42,8 +45,8 @@ def skip(why: str) -> Finding:
 
 @dataclass
 class View:
-    """What all checks look at. `settings` None: no profile, or one that is wrong (`wrong`, in words). `read` hears of
-    bytes that a check of all of them has read."""
+    """What all checks look at. `settings` None: no profile, or one that is wrong (`wrong`, in words). `alone`: other
+    nodes are not asked. `read` hears of bytes that a check of all of them has read."""
 
     machine: Machine
     state_dir: Path
@@ -51,17 +54,21 @@ class View:
     profile: Path | None = None
     settings: Settings | None = None
     wrong: str = ""
+    alone: bool = False
     engine: Engine = field(default_factory=Engine)
     read: Callable[[int], None] = lambda nbytes: None
 
     @property
     def is_running(self) -> bool:
-        """The profile's own ranks hold memory and ports here."""
-        return self.running.state != "stopped" and self.profile is not None and self._is_its_profile
-
-    @property
-    def _is_its_profile(self) -> bool:
-        return self.running.profile == str(self.profile)
+        """The profile's own ranks hold memory and ports here. A node keeps the profile that it runs as a file of its
+        own, so what it says counts, and not where it is."""
+        if self.running.state == "stopped" or self.settings is None:
+            return False
+        if self.running.profile == str(self.profile):
+            return True
+        with suppress(TideError):
+            return load(self.running.profile) == self.settings
+        return False
 
     @property
     def on_cuda(self) -> bool:
@@ -86,13 +93,14 @@ Look = Callable[[View], Finding]
 
 
 class Check(NamedTuple):
-    """`id`: stable, for programs. `limit_s`: after which it counts as failed. `needs`: "profile": skipped without one,
-    "pair": also where all ranks are on this machine. `deep`: only with --deep."""
+    """`id`: stable, for programs. `limit_s`: after which it counts as failed. `needs`: "profile": skipped without one;
+    "pair": also where all ranks are on this machine; "peers": also where other nodes are not asked. `deep`: only with
+    --deep."""
 
     id: str
     look: Look
     limit_s: float = 5.0
-    needs: Literal["", "profile", "pair"] = ""
+    needs: Literal["", "profile", "pair", "peers"] = ""
     deep: bool = False
 
 
@@ -100,7 +108,9 @@ def unmet(check: Check, view: View) -> str:
     """Why a check has nothing to look at; empty: it has."""
     if check.needs and view.settings is None:
         return "the profile is wrong" if view.wrong else "no profile: name one"
-    return "all ranks are on this machine" if check.needs == "pair" and not view.peers else ""
+    if check.needs in ("pair", "peers") and not view.peers:
+        return "all ranks are on this machine"
+    return "other nodes are not asked (--here)" if check.needs == "peers" and view.alone else ""
 
 
 def size(nbytes: float) -> str:

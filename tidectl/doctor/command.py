@@ -1,45 +1,71 @@
 """`tidectl doctor`: looks at this machine, and changes nothing."""
 
 import os
-from contextlib import closing
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from tidectl import profiles
 from tidectl.doctor.check import View
 from tidectl.doctor.engine import Engine, Examined
 from tidectl.doctor.examine import Result, results
 from tidectl.doctor.machine import Machine
+from tidectl.doctor.remote import Remote
 from tidectl.doctor.screen import draw
 from tidectl.doctor.table import CHECKS
 from tidectl.doctor.weights import deep_bytes
 from tidectl.nodes import local_ranks
 from tidectl.output import emit
 from tidectl.running import Snapshot, look
+from tidectl.sent import adapted
 from tidectl.state import chosen_dir
 from tidectl.waiting import Item, waiting
 from tided.errors import TideError
 from tided.profile import load
 
+MAX_PROFILE_BYTES = 1 << 20
 
-def run(profile: str | None, deep: bool, as_json: bool) -> int:
+
+Groups = dict[str, list[Result]]  # by node; "": this one
+
+
+def run(profile: str | None, deep: bool, here_alone: bool, as_json: bool) -> int:
     """The exit code: 0 where nothing fails, else 1."""
-    view = view_of(profile)
-    with closing(view.engine):
-        found = _examined(view, deep)
-    failed = [result for result in found if result.finding.verdict == "fail"]
+    with _named(profile) as path:
+        view = view_of(path)
+        view.alone = here_alone
+        with closing(view.engine):
+            found = _everywhere(view, deep)
+    failed = [one for results in found.values() for one in results if one.finding.verdict == "fail"]
     if as_json:
-        rows = [{"id": one.id, **one.finding._asdict(), "seconds": round(one.seconds, 3)} for one in found]
+        rows = [_row(node, one) for node, results in found.items() for one in results]
         emit("doctor/1", {"profile": str(view.profile or ""), "ok": not failed, "checks": rows})
     else:
         draw(found)
     return 1 if failed else 0
 
 
-def view_of(profile: str | None) -> View:
-    """Of the profile that is named, else of what runs or ran last. Raises UsageError for a name that is none."""
+@contextmanager
+def _named(profile: str | None) -> Iterator[Path | None]:
+    """ "-": a profile that comes on stdin, as it counts on this node. Raises UsageError for a name that is none."""
+    if profile != "-":
+        yield profiles.find(profile) if profile else None
+        return
+    text = sys.stdin.buffer.read(MAX_PROFILE_BYTES).decode(errors="replace")
+    with TemporaryDirectory(prefix="tidelm-doctor-") as folder:
+        path = Path(folder) / "profile.toml"
+        path.write_text(adapted(text, chosen_dir()))
+        yield path
+
+
+def view_of(path: Path | None) -> View:
+    """Of this profile, else of that which runs or ran last."""
     state_dir = chosen_dir()
     running = _running(state_dir)
-    path = profiles.find(profile) if profile else _last(running)
+    path = path or _last(running)
     view = View(Machine(), state_dir, running, path)
     if path is None:
         return view
@@ -50,6 +76,22 @@ def view_of(profile: str | None) -> View:
         return view
     view.engine = _engine(path, view)
     return view
+
+
+def _everywhere(view: View, deep: bool) -> Groups:
+    """This node, and those of the other ranks at the same time."""
+    others = [] if view.alone or view.settings is None else view.peers
+    remote = [Remote(view.machine, host, view.settings, deep) for host in others if view.settings]
+    found = {"": _examined(view, deep)}
+    with waiting() as show:
+        for one in remote:
+            show([Item("waiting for", one.host)])
+            found[one.host] = one.results()
+    return found
+
+
+def _row(node: str, one: Result) -> dict[str, Any]:
+    return {"node": node, "id": one.id, **one.finding._asdict(), "seconds": round(one.seconds, 3)}
 
 
 def _engine(path: Path, view: View) -> Engine:

@@ -151,8 +151,8 @@ def collective(view: View) -> Finding:
         return _judged(view, found, "measured when it was started") if found else skip("what runs here does not tell")
     if view.running.state != "stopped":
         return skip("something else runs here, and a trial would slow it")
-    if view.peers and 0 not in view.ranks_here:
-        return skip("rank 0 is on another node: run it there")
+    if view.peers and (view.alone or 0 not in view.ranks_here):
+        return skip("its ranks are on several nodes: rank 0's own, without --here, makes a trial")
     if faults := [peer for peer in view.peers_asked if peer.fault]:
         return skip(f"{faults[0].host} does not answer: see node.ssh")
     return _measured(view)

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tidectl.doctor.check import Verdict
 from tidectl.doctor.examine import Result
@@ -16,7 +16,16 @@ SIGNS: dict[Verdict, tuple[str, str]] = {
 }
 
 
-def draw(results: Sequence[Result]) -> None:
+def draw(groups: Mapping[str, Sequence[Result]]) -> None:
+    """By node; "": this one."""
+    for node, results in groups.items():
+        if len(groups) > 1:
+            print(styled(node or "this node", "bold", sys.stdout))
+        print(_table(results), "\n", sep="")
+    print(summary([one for results in groups.values() for one in results]), flush=True)
+
+
+def _table(results: Sequence[Result]) -> str:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -34,8 +43,7 @@ def draw(results: Sequence[Result]) -> None:
     with screen.capture() as drawn:
         screen.print(table)
     lines = drawn.get().splitlines()
-    print("\n".join(lines if is_terminal(sys.stdout) else (line.rstrip() for line in lines)))
-    print(f"\n{summary(results)}", flush=True)
+    return "\n".join(lines if is_terminal(sys.stdout) else (line.rstrip() for line in lines))
 
 
 def summary(results: Sequence[Result]) -> str:

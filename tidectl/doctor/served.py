@@ -27,7 +27,7 @@ def profile(view: View) -> Finding:
         seen = "; ".join(one.message for one in (errors or problems)[:SHOWN])
         fix = f"`tidectl profile check {view.profile}` shows the lines"
         return fail(seen, fix) if errors else warn(seen, fix)
-    return ok(f"{name_of(str(view.profile))}: valid, and its checkpoint can do what it asks for")
+    return ok(f"{view.profile.stem}: valid, and its checkpoint can do what it asks for")
 
 
 def running(view: View) -> Finding:
@@ -104,11 +104,9 @@ def keys(view: View) -> Finding:
     try:
         found = path.stat()
     except FileNotFoundError:
-        if view.peers:
-            return warn(
-                f"{path} is not there yet", "a first start on the head makes it; then copy it to the other nodes"
-            )
-        return ok(f"{path} is made by the first start")
+        if view.peers and view.settings.parallel.key_file:
+            return fail(f"{path} is not there", "copy it from another node, 0600: one file for all of them")
+        return ok(f"{path} is made by the first start" + ", which brings it to the other nodes" * bool(view.peers))
     except OSError as error:
         return fail(f"{path}: {error.strerror}", "make it this user's own")
     mode = stat.S_IMODE(found.st_mode)
