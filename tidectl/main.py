@@ -502,9 +502,7 @@ def version(json: Json = False) -> None:
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # as Ctrl-C: what was begun is ended, a terminal put right
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: a start is ended, a terminal put right
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that cannot be shown must not end an answer

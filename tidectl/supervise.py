@@ -205,8 +205,11 @@ class Supervisor:
             member.process.wait()
             member.drain_output()
             said = read_rank(self._state_dir, member.rank)
-            message = said.message if said and said.pid == member.process.pid and said.phase == "failed" else ""
+            own = said if said and said.pid == member.process.pid else None
+            message = own.message if own and own.phase == "failed" else ""
             code = member.exit_code or 0
+            if own and own.phase == "stopped" and code == SIGNAL_CODES + signal.SIGTERM:
+                code = 0  # rank 0 had taken it along, and our word came when it had done all but to end
             ranks.append(EndedRank(member.rank, code, message))
             print(f"rank {member.rank} {how_ended(code)}", flush=True)
         last = Ended(str(self._profile), time.time(), self._first, ranks)

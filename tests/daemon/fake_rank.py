@@ -2,6 +2,7 @@
 
 ready            serves until SIGTERM
 deaf             serves, hears no SIGTERM
+gone             has stopped in order before SIGTERM comes, and dies of it
 fail CODE WORDS  ends by itself with a message
 die              kills itself
 loud LINES       writes so many lines first"""
@@ -35,7 +36,11 @@ def main():
         for line in range(int(words[0])):
             print(f"line {line:07} {'x' * 80}", file=sys.stderr)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if verb == "deaf" else lambda *_: sys.exit(0))
+    if verb == "gone":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     state.enter("ready", port=8000 if options.rank == 0 else 0)
+    if verb == "gone":
+        state.enter("stopped", exit_code=0)
     time.sleep(120)
 
 

@@ -222,6 +222,16 @@ def test_a_log_is_rotated_between_lines_however_they_are_cut(tmp_path):
     assert all(file.stat().st_size <= 95 + 10 for file in files)
 
 
+def test_a_rank_that_had_stopped_when_the_word_came_has_stopped(tmp_path):
+    behave(tmp_path, 1, "gone")
+    with starting(tmp_path) as pair:
+        until(lambda: (state := pair.state(1)) and state.phase == "stopped")
+        until(lambda: pair.run)
+        supervisor.stop(pair.state_dir, 10)
+        last = pair.ended()
+    assert [rank.exit_code for rank in last.ranks] == [0, 0]
+
+
 def test_only_ranks_of_this_machine_are_started():
     assert local_ranks(Parallel(ranks=3)) == [0, 1, 2]
     assert local_ranks(Parallel(ranks=2, hosts=("192.0.2.1", "127.0.0.1"))) == [1]

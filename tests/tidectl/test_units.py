@@ -120,7 +120,8 @@ def test_a_start_names_each_rank_and_forgets_what_they_said_before(manager: Mana
 def test_a_profile_of_another_place_is_kept_for_the_service(manager: Manager, tmp_path: Path) -> None:
     profile = tmp_path / "mine.toml"
     profile.write_text(
-        "[model]\npath = 'x'\nserved_name = 'm'\n[experts]\nresident = 8\n[cache]\ncontext_tokens = 64\npool_tokens = 64\n"
+        "[model]\npath = 'x'\nserved_name = 'm'\n[experts]\nresident = 8\n"
+        "[cache]\ncontext_tokens = 64\npool_tokens = 64\n"
     )
     runner.start(profile, tmp_path / "state", [0])
     kept = tmp_path / "etc" / "mine.toml"
