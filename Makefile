@@ -41,6 +41,9 @@ resolve: setup ## the tested versions resolve for x86_64 and aarch64 (nothing is
 test: lint resolve ## everything that can be tested without an accelerator
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not gpu and not systemd"
 
+test-ssh: setup ## two nodes on this machine by a real ssh (root, openssh-client and openssh-server)
+	$(BIN)/pytest -rs tests/tidectl/test_real_ssh.py
+
 test-gpu: setup ## what needs a CUDA device; says so where there is none
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	  then $(BIN)/pytest -m gpu; else echo "no CUDA device here: nothing was tested"; fi
@@ -104,4 +107,4 @@ uninstall: ## take that away again; models, histories and profiles stay
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
-.PHONY: help setup demo install uninstall lint resolve test fuzz soak faults test-page test-systemd test-gpu bench bench-http clean
+.PHONY: help setup demo install uninstall lint resolve test fuzz soak faults test-page test-systemd test-ssh test-gpu bench bench-http clean
