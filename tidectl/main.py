@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from tidectl.audit_command import audit
 from tidectl.bench_command import bench
 from tidectl.doctor_command import doctor
 from tidectl.eval_command import evaluate
@@ -96,6 +97,7 @@ app.command()(doctor)
 app.command()(fetch)
 app.command()(plan)
 app.command("eval")(evaluate)
+app.command()(audit)
 app.command()(guard)
 
 

@@ -12,6 +12,7 @@ from tided.api.door import Door
 from tided.chat.families import Family, family_of
 from tided.chat.tokenizer import Tokenizer
 from tided.control.wire import listen_tcp
+from tided.engine.audit import Auditor
 from tided.engine.client import EngineClient
 from tided.images.geometry import Geometry
 from tided.models.families import open_checkpoint
@@ -23,6 +24,7 @@ class Front:
 
     def __init__(self, client: EngineClient, door: Door, keys: KeyRing) -> None:
         self.client, self._door, self._keys = client, door, keys
+        self._audits = asyncio.create_task(client.audit_when_idle())
 
     def reload(self) -> None:
         """Reads again what may change while the server runs."""
@@ -34,7 +36,9 @@ class Front:
         listener = listen_tcp(settings.server.host, settings.server.port, "server.port")
         try:
             tokenizer, family, checkpoint, geometry = await asyncio.to_thread(_read, settings)
-            client = EngineClient(settings.engine.lanes, settings.engine.queue, tokenizer.token_bytes)
+            audit = settings.audit
+            auditor = Auditor(audit.remember_tokens, audit.idle_s, settings.tide.sync_slots > 0)
+            client = EngineClient(settings.engine.lanes, settings.engine.queue, tokenizer.token_bytes, auditor)
             app = build_app(
                 client,
                 tokenizer,
@@ -52,6 +56,7 @@ class Front:
 
     async def close(self, timeout_s: float) -> None:
         """Closes the port and waits for replies under way, but not for readers that do not read."""
+        self._audits.cancel()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._door.close(), timeout_s)
 

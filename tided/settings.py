@@ -339,6 +339,30 @@ class Memory(Section, frozen=True):
     ] = 3.0
 
 
+class Audit(Section, frozen=True):
+    """Finished answers scored again with every expert. What is kept of them, token ids, stays in memory."""
+
+    remember_tokens: Annotated[
+        int,
+        _doc(
+            "policy",
+            "Tokens of finished prompts and answers that are kept in memory, so that `tidectl audit` can score them "
+            "again; 0: none.",
+            ge=0,
+            le=1 << 28,
+        ),
+    ] = 0
+    idle_s: Annotated[
+        float,
+        _doc(
+            "policy",
+            "Seconds without a request after which kept answers are audited by themselves; 0: never.",
+            ge=0,
+            le=86400,
+        ),
+    ] = 0.0
+
+
 class Settings(Section, frozen=True):
     model: Model
     experts: Experts
@@ -349,3 +373,4 @@ class Settings(Section, frozen=True):
     server: Server = Server()
     vision: Vision = Vision()
     memory: Memory = Memory()
+    audit: Audit = Audit()

@@ -15,7 +15,7 @@ from tided.api.context import Context
 from tided.api.door import Door
 from tided.chat.messages import Segment
 from tided.chat.tokenizer import Tokenizer
-from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Started, Tokens
+from tided.engine.types import Audit, Difference, Event, Failed, Finished, Guide, Pixels, Request, Started, Tokens
 from tided.errors import RequestError
 from tided.settings import Cache, Experts, Model, Settings, Vision
 from tided.settings import Server as ServerSettings
@@ -78,6 +78,8 @@ class ScriptedEngine:
         self.map: dict[str, Any] | None = None
         self.counters: dict[str, Any] = {}
         self.map_shape, self.map_cells, self.held_share = (2, 4), bytes(8), 0.75
+        self.audited = Audit("cmpl-1", "fast", 3, 0.5, 1.0, 0.75, 0.25, 0.1, 7, 4096, 0.5, 1, 1,
+                             [Difference(2, 5, 6, 2, -1.5)], True)  # fmt: skip
         self._arrived = asyncio.Condition()
 
     def script(self, *pieces: str, reason: str = "stop") -> None:
@@ -108,6 +110,15 @@ class ScriptedEngine:
 
     def trace(self, request_id: str) -> dict[str, Any] | None:
         return {"request_id": "chatcmpl-1", "pairs": []} if request_id in ("chatcmpl-1", "latest") else None
+
+    async def audit(self, request_id: str) -> Audit:
+        if self.salt_of(request_id) is None:
+            raise RequestError("No such answer is remembered.", status=404, code="request_not_found", param="id")
+        return self.audited
+
+    def salt_of(self, request_id: str) -> str | None:
+        found = (one.request for one in self.answers if one.request.request_id == request_id)
+        return next((one.cache_salt for one in found), None)
 
     def expert_map(self, slots: bool = False) -> dict[str, Any] | None:
         return self.map and self.map | ({"slots": [[0, -1]]} if slots else {})

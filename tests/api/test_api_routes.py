@@ -351,3 +351,32 @@ async def test_what_became_of_a_request_s_experts_is_told_to_who_has_a_key(serve
         assert (reply.status, await reply.json()) == (200, {"request_id": "chatcmpl-1", "pairs": []})
     async with server.session.get("/v1/requests/other/residency", headers=headers) as reply:
         assert (reply.status, (await reply.json())["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_an_audit_is_told_with_the_texts_of_what_differs(server, engine):
+    engine.script("Hello")
+    _, reply = await server.ask(said("hi"))
+    path = f"/v1/requests/{reply['id']}/audit"
+    status, found = await server.ask({}, path=path)
+    assert status == 200
+    assert (found["differ"], found["residency_loss"]) == (1, 0.25)
+    [one] = found["differences"]
+    assert (one["at"], one["token_id"], one["exact_id"]) == (2, 5, 6)
+    assert one["text"] != one["exact_text"]
+    error = await server.refused({}, 404, path="/v1/requests/other/audit")
+    assert error["code"] == "request_not_found"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_an_answer_is_audited_for_the_key_that_asked(serve, engine, tmp_path, shared):
+    """With several keys: another's answer is as good as none. Where they share a cache, no token is told."""
+    (tmp_path / "keys").write_text("first-key\nsecond-key\n")
+    server = await serve(api_keys_file=str(tmp_path / "keys"), shared_cache=shared)
+    engine.script("Hello")
+    first, second = ({"Authorization": f"Bearer {key}"} for key in ("first-key", "second-key"))
+    _, reply = await server.ask(said("hi"), headers=first)
+    path = f"/v1/requests/{reply['id']}/audit"
+    assert (await server.ask({}, path=path))[0] == 401
+    status, found = await server.ask({}, path=path, headers=first)
+    assert (status, len(found["differences"])) == (200, 0 if shared else 1)
+    assert (await server.ask({}, path=path, headers=second))[0] == (200 if shared else 404)

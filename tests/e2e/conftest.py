@@ -33,6 +33,8 @@ pool_tokens = 2048
 lanes = {lanes}
 queue = {queue}
 guard_every_steps = 8
+[audit]
+remember_tokens = 20000
 {extra}
 """
 

@@ -7,9 +7,11 @@ import time
 
 import aiohttp
 import pytest
+from typer.testing import CliRunner
 
 from tests.daemon.helpers import until
 from tests.e2e.conftest import ROOT, answer, ask, chunks, get, mini, post
+from tidectl.main import app
 from tided.chat.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.xdist_group("serving")
@@ -181,6 +183,54 @@ async def test_why_tells_what_a_request_wanted_and_missed_and_what_was_read_for_
     assert {one["why"] for one in came} <= {"chunk", "prompt", "decode", "urgent", "idle", "hot read"}
     assert all(told["first_step"] <= one["step"] <= told["last_step"] for one in told["movements"])
     assert SECRET not in str(told)
+
+
+async def test_an_evaluation_moves_no_expert_and_exact_is_its_reference(pair, monkeypatch, tmp_path):
+    monkeypatch.setenv("TIDE_STATE_DIR", str(pair.state_dir))
+    before = (await get(pair.url, "/health"))[1]
+    asked = ["eval", "--texts", "1", "--domain", "code", "--domain", "qa", "--longest", "128", "--json"]
+    asked += ["--answers", "1", "--answer-tokens", "64", "--points", str(tmp_path / "points.jsonl")]
+    ran = await asyncio.to_thread(CliRunner().invoke, app, asked)
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)
+    exact, fast, balanced = found["rows"]
+    assert [one["case"] for one in found["rows"]] == ["exact", "fast", "balanced"]
+    assert exact["substituted_weight_share"] == 0
+    assert fast["mean"]["kl"] >= balanced["mean"]["kl"] >= 0
+    assert fast["mean"]["kl"] > exact["mean"]["kl"] == 0
+    assert fast["share"] == pytest.approx(65)
+    assert not any(row["moved"] for row in found["rows"])
+    assert found["answers"]["rows"][0]["answers"] == 1
+    after = (await get(pair.url, "/health"))[1]
+    assert after["residents"] == before["residents"]
+
+
+async def test_an_audit_tells_which_tokens_every_expert_would_have_drawn(pair, monkeypatch):
+    """Of a fast answer at 65 % there are some; of an exact one there is none, and it ends alike."""
+    monkeypatch.setenv("TIDE_STATE_DIR", str(pair.state_dir))
+    topic = "the old sea and nine ships that were lost there"
+    exact = (await post(pair.url, ask(f"Tell me about {topic}.", fidelity="exact", temperature=0.7, seed=3)))[1]
+    path = f"{pair.url}/v1/requests/{exact['id']}/audit"
+    async with aiohttp.ClientSession() as session, session.post(path) as reply:
+        found = await reply.json()
+    assert (reply.status, found["differ"], found["differences"], found["residency_loss"]) == (200, 0, [], 0), found
+    assert found["tokens"] > 0
+    assert found["ends_alike"] in (None, True)
+    asked = [ask(f"Tell me about {n} horses and the {what}.") for n, what in ((7, "moon"), (12, "bakery"), (3, "war"))]
+    fast = [(await post(pair.url, one))[1] for one in asked]
+    ran = await asyncio.to_thread(CliRunner().invoke, app, ["audit", "latest", "--json"])
+    assert ran.exit_code == 0, ran.output
+    told = [json.loads(ran.stdout)]
+    for one in fast[:-1]:
+        ran = await asyncio.to_thread(CliRunner().invoke, app, ["audit", one["id"], "--json"])
+        told.append(json.loads(ran.stdout))
+    assert [one["request_id"] for one in told] == [fast[-1]["id"], *(one["id"] for one in fast[:-1])]
+    assert sum(one["differ"] for one in told) > 0
+    assert all(one["differ"] == len(one["differences"]) and one["reads"] > 0 for one in told)
+    shown = (await get(pair.url, "/v1/stats"))[1]["data"][0]
+    assert shown["fidelity"] == "fast", "an audit is no answer of anybody's"
+    assert f"audit of {exact['id']}: {found['tokens']} tokens at exact, 0 would be others" in pair.log(0)
+    assert "nine ships" not in pair.log(0)
 
 
 def test_a_full_queue_gets_429(tmp_path):

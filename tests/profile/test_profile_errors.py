@@ -102,7 +102,7 @@ heartbeat_s, peer_timeout_s, step_timeout_s, start_timeout_s
 FILE:21:2: error: unknown section 'serve'
  21 | [serve]
     |  ^^^^^
-    = rule: the sections are model, experts, cache, tide, engine, parallel, server, vision, memory
+    = rule: the sections are model, experts, cache, tide, engine, parallel, server, vision, memory, audit
     = help: did you mean 'server'?
 
 FILE:25:15: error: 'tide.sensitivity' must be one of "off", "low", "medium", "high", "max", \
@@ -292,6 +292,8 @@ RULES: list[tuple[str, Literal["error", "note"], str]] = [
         "error",
         "a start may leave 5 bytes free, and ends again below 6",
     ),
+    ("[audit]\nidle_s = 5", "error", "but none is remembered"),
+    ("[audit]\nidle_s = 5\nremember_tokens = 9\n[tide]\nsync_slots = 0", "error", "no expert could be read"),
     ("[vision]\nrank = 1", "error", "there is no rank 1: there are 1, from 0 on"),
     ("[vision]\nrank = 2\n[parallel]\nranks = 2", "error", "there is no rank 2: there are 2, from 0 on"),
     (

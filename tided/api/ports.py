@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tided.engine.types import Event, Guide, Pixels, Request
+from tided.engine.types import Audit, Event, Guide, Pixels, Request
 
 
 class Engine(Protocol):
@@ -27,6 +27,14 @@ class Engine(Protocol):
 
     def trace(self, request_id: str) -> dict[str, Any] | None:
         """Which experts a request that has ended wanted, missed and got; `latest`: the newest. None: not kept."""
+        ...
+
+    async def audit(self, request_id: str) -> Audit:
+        """What every expert says of a finished answer, once there is time. Raises RequestError."""
+        ...
+
+    def salt_of(self, request_id: str) -> str | None:
+        """`Request.cache_salt` of an answer that may be audited; None: there is none of that id."""
         ...
 
     def expert_map(self, slots: bool = False) -> dict[str, Any] | None:

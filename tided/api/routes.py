@@ -3,6 +3,7 @@
 from aiohttp import web
 
 from tided.api.anthropic import count, messages
+from tided.api.audits import audit
 from tided.api.completions import completions
 from tided.api.expert_map import expert_events, expert_map
 from tided.api.expert_page import expert_page
@@ -133,6 +134,16 @@ _POST: tuple[tuple[Operation, Handler], ...] = (
             gives="TokenCount",
         ),
         count,
+    ),
+    (
+        Operation(
+            method="POST",
+            path="/v1/requests/{id}/audit",
+            about="A finished answer scored again with every expert, when nobody else asks; of `latest`: the newest.",
+            gives="Audit",
+            refusals=(400, 404, 429, 500, 503),
+        ),
+        audit,
     ),
     (
         Operation(

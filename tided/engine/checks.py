@@ -25,6 +25,12 @@ def check_request(request: Request, limits: Limits, vocab_size: int) -> None:
             f"fidelity {request.fidelity} is off here: the profile has no slots for it (tide.sync_slots = 0)",
             param="fidelity",
         )
+    if request.background and (request.max_tokens > 1 or not request.scored):
+        raise RequestError(
+            "only a prompt that is scored, without an answer, runs in the background", param="background"
+        )
+    if request.redrawn_from and not (request.scored and 0 < request.redrawn_from < prompt_tokens):
+        raise RequestError("an answer that is drawn again ends a scored prompt", param="redrawn_from")
     if not request.adapts and (request.max_tokens > 1 or not request.scored):
         raise RequestError(
             "only a prompt that is scored, without an answer, may leave the experts alone", param="adapt"

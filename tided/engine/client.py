@@ -18,12 +18,13 @@ from typing import Any, Literal, Protocol
 from msgspec.structs import asdict
 
 from tided.control.memory import available_bytes
+from tided.engine.audit import Auditor
 from tided.engine.board import ExpertBoard, Figures, HeatLevels, cells, held
 from tided.engine.board import as_json as as_map
 from tided.engine.speed import DecodeSpeed
 from tided.engine.stats import Residency, rounded
 from tided.engine.trace import Traces, as_json
-from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Started, Tokens
+from tided.engine.types import Audit, Event, Failed, Finished, Guide, Pixels, Request, Started, Tokens
 from tided.errors import QueueFullError, RequestError
 from tided.tide.heat import Weights
 
@@ -103,9 +104,12 @@ class Answer(AsyncIterator[Event]):
 
 class EngineClient:
     """`lanes` and `queue` bound the requests that may be open. `attach` makes it ready; until then it refuses.
-    `token_bytes`: what each token id spells, None for special ones."""
+    `token_bytes`: what each token id spells, None for special ones. Requests in the background are nobody's: they count
+    nowhere. `auditor`: remembers answers and scores them again; None: nobody does."""
 
-    def __init__(self, lanes: int, queue: int, token_bytes: Sequence[bytes | None] = ()) -> None:
+    def __init__(
+        self, lanes: int, queue: int, token_bytes: Sequence[bytes | None] = (), auditor: Auditor | None = None
+    ) -> None:
         self.state: State = "starting"
         self.fault = ""
         self.recent_stats: deque[dict[str, Any]] = deque(maxlen=RECENT_STATS)  # newest first
@@ -117,6 +121,7 @@ class EngineClient:
         self._open: dict[str, Answer] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._auditor, self._idle_since_s = auditor or Auditor(0, 0.0, False), time.monotonic()
         self._arrived: list[Event] = []
         self._lock = threading.Lock()
 
@@ -130,12 +135,14 @@ class EngineClient:
         """Queues the request. Raises at once, before any event: RequestError for one that cannot run, QueueFullError,
         RequestError 503 when not ready."""
         engine = self._ready()
-        if len(self._open) >= self._lanes + self._queue:
+        if not request.background and len(self._asked) >= self._lanes + self._queue:
             raise QueueFullError(self.waiting)
         if request.request_id in self._open:
             raise RequestError(f"request id {request.request_id} is in use", param="request_id")
         engine.submit(request, guide, pixels)
-        self._idle.clear()
+        self._auditor.opened(request)
+        if not request.background:
+            self._idle.clear()
         answer = self._open[request.request_id] = Answer(self, request)
         return answer
 
@@ -159,25 +166,54 @@ class EngineClient:
         and given a moment for their last event to reach their readers."""
         if self.state != "fault":
             self.state = "draining"
-        if await self._rests(timeout_s):
+        for request_id in self._open.keys() - {answer.request.request_id for answer in self._asked}:
+            self.cancel(request_id)
+        if await self.rests(timeout_s):
             return
         for request_id in list(self._open):
             self.cancel(request_id)
-        await self._rests(CANCEL_GRACE_S)
+        await self.rests(CANCEL_GRACE_S)
 
-    async def _rests(self, timeout_s: float) -> bool:
+    async def rests(self, timeout_s: float) -> bool:
+        """Waits until no request of somebody is open."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
-        return not self._open
+        return not self._asked
+
+    @property
+    def serves(self) -> bool:
+        return self.state == "ready"
+
+    @property
+    def idle_s(self) -> float:
+        """Since the last request of somebody ended; 0 while one is open."""
+        return 0.0 if self._asked else time.monotonic() - self._idle_since_s
+
+    @property
+    def _asked(self) -> list[Answer]:
+        """The open requests that somebody waits for."""
+        return [answer for answer in self._open.values() if not answer.request.background]
 
     @property
     def waiting(self) -> int:
-        return sum(not answer.started for answer in self._open.values())
+        return sum(not answer.started for answer in self._asked)
 
     @property
     def decode_tok_s(self) -> float | None:
         """Tokens a second of all lanes together, in the last seconds; None while no answer grows."""
         return rounded(self._speed.tok_s(time.monotonic()), 2)
+
+    async def audit(self, request_id: str) -> Audit:
+        """What every expert says of a finished answer. Raises RequestError (`Auditor.audit`)."""
+        return await self._auditor.audit(self, request_id)
+
+    def salt_of(self, request_id: str) -> str | None:
+        return self._auditor.salt_of(request_id)
+
+    async def audit_when_idle(self) -> None:
+        """Until it is cancelled."""
+        if self._auditor.watches:
+            await self._auditor.watch(self)
 
     def trace(self, request_id: str) -> dict[str, Any] | None:
         """What became of the experts of a request that has ended, `latest`: of the newest; None: nobody knows."""
@@ -228,13 +264,13 @@ class EngineClient:
 
     def health(self) -> dict[str, Any]:
         """A snapshot: no lock, no tensor, no wait."""
-        waiting, engine = self.waiting, self._engine
+        waiting, engine, asked = self.waiting, self._engine, len(self._asked)
         health: dict[str, Any] = {
             "state": self.state,
             "fault": self.fault,
-            "lanes": {"total": self._lanes, "busy": len(self._open) - waiting},
+            "lanes": {"total": self._lanes, "busy": asked - waiting},
             "queue": waiting,
-            "busy": bool(self._open),
+            "busy": bool(asked),
             "decode_tok_s": self.decode_tok_s,
         }
         if engine is not None:
@@ -275,19 +311,23 @@ class EngineClient:
         with self._lock:
             events, self._arrived = self._arrived, []
         # Counted first: what is delivered may be joined with what follows it.
-        tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
+        mine = {answer.request.request_id for answer in self._asked}
+        tokens = sum(len(e.token_ids) for e in events if isinstance(e, Tokens) and e.request_id in mine)
         for event in events:
             self._deliver(event)
-        self._speed.note(tokens, any(answer.growing for answer in self._open.values()), time.monotonic())
+        self._speed.note(tokens, any(answer.growing for answer in self._asked), time.monotonic())
 
     def _deliver(self, event: Event) -> None:
         answer = self._open.get(event.request_id)
         if answer is None:
             return  # failed already, when the pair was lost
+        self._auditor.heard(event)
         answer.put(event)
-        if isinstance(event, Finished):
+        if isinstance(event, Finished) and not answer.request.background:
             self.recent_stats.appendleft(event.stats)
         if answer.done:
             del self._open[event.request_id]
-            if not self._open:
+            if not self._asked:
                 self._idle.set()
+            if not answer.request.background:
+                self._idle_since_s = time.monotonic()

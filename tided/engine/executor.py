@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from tided.cache.chain import Chain
@@ -17,7 +18,7 @@ from tided.engine.caching import Caching
 from tided.engine.logits import shaped
 from tided.engine.ports import Residents
 from tided.engine.sampling import sample
-from tided.engine.score import logprobs, scores
+from tided.engine.score import logprobs, pieces, redrawn
 from tided.engine.sight import Sight
 from tided.engine.types import Request, TokenLogprob
 from tided.errors import PairError
@@ -45,6 +46,14 @@ class Lane:
     sure: list[float] = field(default_factory=list)  # the drafter's confidence in each
 
     @property
+    def asked(self) -> Request:
+        """What the lane's draws are made by: without the answer that a scored prompt ends with."""
+        request = self.request
+        if not request.redrawn_from:
+            return request
+        return structs.replace(request, prompt_ids=request.prompt_ids[: request.redrawn_from])
+
+    @property
     def draft_room(self) -> int:
         """Tokens that may be drafted behind `token`: the step that verifies them brings one more."""
         if not self.request.may_draft or self.token in self.request.stop_ids:
@@ -56,12 +65,14 @@ class Lane:
 @dataclass
 class Outcome:
     """What a step made: (lane, token) in row order, the log probabilities of lanes that asked, in the same order, those
-    of a scored prompt's next tokens, the demand of a prompt that is complete, and the digest if due. `failed`: lanes
-    whose rows were computed without an expert that they waited for; they have no tokens, and no other is touched."""
+    of a scored prompt's next tokens, what would be drawn in place of an answer's among them, the demand of a prompt
+    that is complete, and the digest if due. `failed`: lanes whose rows were computed without an expert that they waited
+    for; they have no tokens, and no other is touched."""
 
     tokens: list[tuple[int, int]] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     scores: list[TokenLogprob] = field(default_factory=list)
+    redrawn: list[int] = field(default_factory=list)
     prompt_demand: Demand | None = None
     digest: str = ""
     failed: dict[int, Lost] = field(default_factory=dict)
@@ -180,6 +191,7 @@ class Executor:
         index, request = admission.lane, admission.request
         if admission.restore is None:
             lane = Lane(request, self.model.open_lane(index))
+            lane.drawn = request.prompt_ids[request.redrawn_from :] if request.redrawn_from else []
         else:
             state, logits = self.caching.restore(index, admission.restore)
             lane = Lane(request, state, logits=logits, masks={self.residents.mask_hash})
@@ -244,8 +256,7 @@ class Executor:
             wanted: Literal["none", "last", "rows"] = "rows" if lane.request.scored else "last" if last else "none"
             logits = self.model.prefill(lane.state, ids, wanted, pictured)
             if wanted == "rows" and logits is not None:
-                following = prompt[work.start + 1 : end + 1]
-                outcome.scores = scores(self.model.logits, logits, following, lane.request.scored_top)
+                self._score(lane, logits, work.start + 1, outcome)
                 logits = self.model.logits(logits[-1:]) if last else None
             lane.logits = logits if self.caching.plan.snapshots else None
         else:
@@ -255,6 +266,16 @@ class Executor:
             self._draw([work.lane], logits, outcome)
             outcome.prompt_demand = self.tap.take(work.lane)
             self._propose([lane], work.propose, work.places)
+
+    def _score(self, lane: Lane, rows: Tensor, first: int, outcome: Outcome) -> None:
+        """rows [T, hidden] of a chunk, before the tokens from position `first` on; none follows a prompt's last."""
+        request, asked = lane.request, lane.asked
+        following = request.prompt_ids[first : first + len(rows)]
+        for at, logits in pieces(self.model.logits, rows, len(following)):
+            outcome.scores += logprobs(logits, following[at : at + len(logits)], request.scored_top)
+            if request.redrawn_from:
+                answer = request.prompt_ids[request.redrawn_from :]
+                outcome.redrawn += redrawn(logits, first + at, asked, answer)
 
     def _save(self, index: int) -> None:
         """The lane's context becomes a snapshot; a strict one, unless the routable set changed on the way."""
@@ -335,8 +356,8 @@ class Executor:
         rows = []
         for index, row in zip(indices, logits, strict=True):
             lane = self.lanes[index]
-            tokens = lane.state.position - len(lane.request.prompt_ids)
-            rows.append(shaped(row, lane.request, lane.drawn, tokens, self._masks.get(index)))
+            tokens = lane.state.position - len(lane.asked.prompt_ids)
+            rows.append(shaped(row, lane.asked, lane.drawn, tokens, self._masks.get(index)))
         plain = all(row.data_ptr() == given.data_ptr() for row, given in zip(rows, logits, strict=True))
         return logits if plain else torch.stack(rows)
 

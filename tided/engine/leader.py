@@ -198,7 +198,10 @@ class LeaderEngine(Engine):
             step = structs.replace(step, masks=masks)
         for running in self.scheduler.failed:
             self.ledger.give_up(running)
+        for running in self.scheduler.gave_way:
+            self.ledger.gave_way(running)
         self.scheduler.failed.clear()
+        self.scheduler.gave_way.clear()
         return step
 
     @property
@@ -250,7 +253,7 @@ class LeaderEngine(Engine):
     def _rest(self) -> bool:
         """Nothing has been asked for since a while: once, a piece of the rest that is due. Whoever comes meanwhile
         waits for one piece; the rest begins again after its request."""
-        if self._rested or self.scheduler.waiting or self.scheduler.running:
+        if self._rested or self.scheduler.waiting or self.scheduler.behind or self.scheduler.running:
             return False
         if time.monotonic() - self.last_step_s < self._rest_after_s:
             return False

@@ -126,7 +126,8 @@ class Ledger:
         self._waits = self._urgent()
         for admission in step.admit:
             stats = self._open[admission.request.request_id]
-            self.traces.began(admission.request.request_id, step.seq - 1, time.monotonic())
+            if not admission.request.background:
+                self.traces.began(admission.request.request_id, step.seq - 1, time.monotonic())
             stats.admitted(admission.lane, time.monotonic(), len(self._scheduler.running), self.reads())
             stats.cached_tokens = admission.restore.tokens if admission.restore else 0
             stats.prefix_source = self._executor.caching.source(admission.restore)
@@ -162,17 +163,20 @@ class Ledger:
             self._step_done(self._moments, work.lanes)
 
     def _is_quiet(self, work: Prefill | Decode | None) -> bool:
-        """Whether these are rows that no expert moves for."""
-        return isinstance(work, Prefill) and not self._stats(work.lane).request.adapts
+        """Whether these are rows that nothing is read for while they run."""
+        if not isinstance(work, Prefill):
+            return False
+        request = self._stats(work.lane).request
+        return request.background or not request.adapts
 
     def _prefilled(self, work: Prefill, outcome: Outcome, seconds: float) -> None:
         stats = self._stats(work.lane)
         stats.chunk(work.count, seconds)
         if outcome.scores:
-            self.events.append(Scored(stats.request.request_id, outcome.scores))
+            self.events.append(Scored(stats.request.request_id, outcome.scores, outcome.redrawn))
         if outcome.prompt_demand:
             self._prompt_done(stats, work.lane, outcome.prompt_demand)
-        elif self._moments and stats.request.adapts:
+        elif self._moments and not self._is_quiet(work):
             self._chunk_done(self._moments, stats, work)
         if work.propose:
             executor = self._executor
@@ -211,6 +215,10 @@ class Ledger:
         if found is not None:
             self._finish(request_id, "cancelled", found.lane if isinstance(found, Running) else None)
 
+    def gave_way(self, running: Running) -> None:
+        """The background's lane is somebody else's."""
+        self._finish(running.request.request_id, "cancelled", running.lane)
+
     def give_up(self, running: Running) -> None:
         """The scheduler has no room for this request."""
         self._give_up(running, NO_ROOM)
@@ -220,7 +228,8 @@ class Ledger:
         name = running.request.request_id
         log.warning("request %s: %s", name, why)
         self._take_demand(self._stats_of(running), running.lane)
-        self.traces.ended(name, "failed", self._executor.seq, time.monotonic(), None)
+        if not running.request.background:
+            self.traces.ended(name, "failed", self._executor.seq, time.monotonic(), None)
         self._forget(name)
         self.events.append(Failed(name, why))
 
@@ -310,8 +319,9 @@ class Ledger:
         stats = self._open[request_id]
         if lane is not None:
             self._take_demand(stats, lane)
-        uses = None if lane is None else Uses(*self._executor.tap.uses[:, lane].cpu().numpy().copy())
-        self.traces.ended(request_id, reason, self._executor.seq, time.monotonic(), uses)
+        if not stats.request.background:
+            uses = None if lane is None else Uses(*self._executor.tap.uses[:, lane].cpu().numpy().copy())
+            self.traces.ended(request_id, reason, self._executor.seq, time.monotonic(), uses)
         report = stats.report(self.residency, time.monotonic(), self.reads())
         guide = self._guides.get(request_id)
         report["grammar"] = {"active": guide is not None, "mask_ms": None if guide is None else 1e3 * guide.mask_s}
@@ -337,7 +347,8 @@ class Ledger:
             stats.prefill = picks(demand)
         else:
             stats.decode = picks(demand)
-        if self._moments and stats.request.adapts:
+        gave_way = stats.request.background and stats.first_token_s is None  # it begins again, and votes then
+        if self._moments and stats.request.adapts and not gave_way:
             self._moments.request_done(*on_host(demand), stats.decoded_tokens, lane)
 
     def reads(self) -> Reads:

@@ -7,6 +7,10 @@ computed in chunks, with as many decode steps between them as running answers ne
 Contexts grow page by page. Where the pool cannot hold what the next step may add, the newest request is parked: its
 context goes to disk, its lane's number stays its own. It comes back, the oldest first and before any newcomer, when the
 others leave it room to go on for a while. The oldest is never parked: one request always fits, so all end.
+
+A request in the background (`Request.background`) runs while there is nobody else: not beside answers, not before who
+waits, and without a lane or a page that somebody else needs. One at a time: it goes on when all others have ended, or
+ends without a result (`gave_way`).
 """
 
 from collections import deque
@@ -104,13 +108,15 @@ class Limits:
 
 
 class Scheduler:
-    """`failed`: requests that a step gave up, for who tells their clients."""
+    """`failed`: requests that a step gave up, for who tells their clients; `gave_way`: the same of the background."""
 
     def __init__(self, limits: Limits, recalls: Recalls | None = None, depths: Depths | None = None) -> None:
         self.limits = limits
         self.depths = depths or Depths("off", 0)
         self.recalls = recalls or Recalls()
         self.waiting: deque[Request] = deque()
+        self.behind: Request | None = None  # in the background, without a lane yet
+        self.gave_way: list[Running] = []
         self.running: dict[int, Running] = {}  # by age: a lane is put in when it is admitted
         self.failed: list[Running] = []
         self.seq = 0
@@ -130,6 +136,11 @@ class Scheduler:
     def active(self) -> list[Running]:
         """The lanes that take part in steps, the oldest first."""
         return [running for running in self.running.values() if not running.parked]
+
+    @property
+    def in_front(self) -> list[Running]:
+        """The lanes that somebody waits for."""
+        return [running for running in self.running.values() if not running.request.background]
 
     @property
     def parked(self) -> list[Running]:
@@ -158,12 +169,20 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Appends to the queue, which is in order. Raises QueueFullError."""
-        if len(self.waiting) + len(self.running) >= self.limits.lanes + self.limits.queue:
+        if request.background:
+            if self.behind is not None or any(running.request.background for running in self.running.values()):
+                raise QueueFullError(1)
+            self.behind = request
+            return
+        if len(self.waiting) + len(self.in_front) >= self.limits.lanes + self.limits.queue:
             raise QueueFullError(len(self.waiting))
         self.waiting.append(request)
 
     def cancel(self, request_id: str) -> Running | Request | None:
         """Takes the request out, wherever it is. A waiting one never runs; a running one leaves with the next step."""
+        if self.behind is not None and self.behind.request_id == request_id:
+            request, self.behind = self.behind, None
+            return request
         for request in self.waiting:
             if request.request_id == request_id:
                 self.waiting.remove(request)
@@ -195,7 +214,10 @@ class Scheduler:
         return self._claims((*self.active, newcomer)) <= self.limits.pool_pages
 
     def admit(self, restore: Restore | None = None) -> Admission:
-        request, lane = self.waiting.popleft(), self._free.popleft()
+        return self._admit(self.waiting.popleft(), restore)
+
+    def _admit(self, request: Request, restore: Restore | None = None) -> Admission:
+        lane = self._free.popleft()
         running = self.running[lane] = Running(request, lane, turn=self.seq)
         if restore is not None:
             running.computed = restore.tokens
@@ -207,12 +229,26 @@ class Scheduler:
     def _admissions(self) -> list[Admission]:
         """Of a newcomer that may begin with a snapshot, the ranks are asked first; the steps of others go on."""
         admitted = []
-        while self.can_admit():
+        while self.can_admit() or (self.waiting and self._give_way() and self.can_admit()):
             found = self.recalls.find(self.waiting[0])
             if found is None:
                 break
             admitted.append(self.admit(found.restore))
+        if self.behind is not None and self._is_idle and self._free:
+            request, self.behind = self.behind, None
+            admitted.append(self._admit(request))
         return admitted
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether there is nobody but the background."""
+        return not self.waiting and not self.in_front
+
+    def _give_way(self) -> bool:
+        """The background's lane and pages are free for this step; False: it has none."""
+        behind = [running for running in self.active if running.request.background]
+        self.gave_way += [self.finish(running.lane) for running in behind]
+        return bool(behind)
 
     def _hold(self, running: Running) -> None:
         whole = len(running.request.prompt_ids) + running.request.max_tokens
@@ -224,6 +260,9 @@ class Scheduler:
         active, parked = self.active, []
         for running in active:
             self._hold(running)
+        is_short = sum(running.pages for running in active) > self.limits.pool_pages
+        if (is_short or self.parked) and self._give_way():
+            active = self.active
         while sum(running.pages for running in active) > self.limits.pool_pages:
             newest = active.pop()
             if self._can_park(newest):
@@ -278,7 +317,8 @@ class Scheduler:
         )  # fmt: skip
 
     def _next_work(self) -> Prefill | Decode | None:
-        newcomer = whose_turn(running for running in self.active if running.in_prefill)
+        may_begin = self.active if self._is_idle else self.in_front
+        newcomer = whose_turn(running for running in may_begin if running.in_prefill and not running.parked)
         decoding = [running for running in self.active if not running.in_prefill]
         self._shared = newcomer is not None and bool(decoding)
         if not self._shared:
@@ -315,8 +355,9 @@ class Scheduler:
         self.recalls.check({request.request_id for request in self.waiting}, {lane.lane for lane in self.parked})
 
     def took(self, work: Prefill | Decode | None, seconds: float, tokens: int) -> None:
-        """The step that was decided last took so long, and brought so many tokens."""
-        if isinstance(work, Prefill) and work.count:
+        """The step that was decided last took so long, and brought so many tokens. What is read for the background says
+        nothing of prompts."""
+        if isinstance(work, Prefill) and work.count and not self.running[work.lane].request.background:
             self.pace.prefilled(work.count, seconds, self._shared)
         elif isinstance(work, Decode):
             self.pace.decoded(len(work.lanes), tokens, seconds, self._shared)

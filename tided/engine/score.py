@@ -1,12 +1,13 @@
 """Log probabilities of given tokens: what a model says of a text that it did not choose."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from tided.engine.sampling import no_numbers
-from tided.engine.types import TokenLogprob
+from tided.engine.logits import shaped
+from tided.engine.sampling import no_numbers, sample
+from tided.engine.types import Request, TokenLogprob
 from tided.models.parallel import is_finite
 
 SCORED_ROWS = 128
@@ -15,14 +16,20 @@ SCORED_ROWS = 128
 Head = Callable[[Tensor], Tensor]  # rows [T, hidden] -> fp32 logits [T, vocab], a collective of all ranks
 
 
-def scores(head: Head, rows: Tensor, following: Sequence[int], most: int) -> list[TokenLogprob]:
-    """rows [T, hidden] of a chunk -> of the tokens that follow; nothing follows the last row of a prompt. Every rank
-    calls `head` as often, whatever it has to tell."""
-    told: list[TokenLogprob] = []
-    for first in range(0, len(following), SCORED_ROWS):
-        part = following[first : first + SCORED_ROWS]
-        told += logprobs(head(rows[first : first + len(part)]), part, most)
-    return told
+def pieces(head: Head, rows: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
+    """rows [T, hidden] of a chunk -> (first row, logits [n, vocab]) of the first `count` of them, a few at a time. A
+    collective: every rank takes them all."""
+    for first in range(0, count, SCORED_ROWS):
+        yield first, head(rows[first : min(first + SCORED_ROWS, count)])
+
+
+def redrawn(logits: Tensor, first: int, asked: Request, answer: Sequence[int]) -> list[int]:
+    """logits [n, vocab] of what stands from position `first` on -> what `asked` would have drawn there behind that much
+    of its answer; of its own prompt nothing. With the draws' noise: the same logits give the same token."""
+    prompt = len(asked.prompt_ids)
+    places = range(max(first, prompt), first + len(logits))
+    rows = [shaped(logits[at - first], asked, answer[: at - prompt], at - prompt, None) for at in places]
+    return sample(torch.stack(rows), [(asked.sampling, at) for at in places]) if rows else []
 
 
 def logprobs(logits: Tensor, token_ids: Sequence[int], most: int) -> list[TokenLogprob]:

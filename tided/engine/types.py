@@ -66,7 +66,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     the order of the prompt; their `Pixels` go beside the request. `scored`: the prompt's own tokens are told with their
     log probabilities (`Scored`), and beside each the `scored_top` likeliest, so all of it is computed. `adapts` False:
     nobody learns from it, and no expert moves for it; only of a scored one of a single token. `cache_salt`: prompts of
-    another one share no cached prefix.
+    another one share no cached prefix. `background`, of a scored one: it runs while nobody else asks, and gives way.
+    `redrawn_from`: what stands from this place of the prompt on is an answer, and what would be drawn in place of each
+    of its tokens is told (`Scored.redrawn`); 0: none is.
     """
 
     request_id: str
@@ -84,6 +86,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     scored_top: int = 0
     adapts: bool = True
     cache_salt: str = ""
+    background: bool = False
+    redrawn_from: int = 0
 
     @property
     def may_draft(self) -> bool:
@@ -137,10 +141,12 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """Log probabilities of the prompt's next tokens, in order, from its second one on; all come before `Tokens`."""
+    """Log probabilities of the prompt's next tokens, in order, from its second one on; all come before `Tokens`.
+    `redrawn`: of those from `redrawn_from` on, what would be drawn in their place."""
 
     request_id: str
     logprobs: list[TokenLogprob]
+    redrawn: list[int] = []
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -161,3 +167,36 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 Event = Started | Scored | Tokens | Finished | Failed
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Token `at` of the answer is `token_id`; with every expert `exact_id` would have been drawn there, before the same
+    tokens. `rank`, `logprob`: of the answer's token, with every expert."""
+
+    at: int
+    token_id: int
+    exact_id: int
+    rank: int
+    logprob: float
+
+
+class Audit(msgspec.Struct, frozen=True):
+    """Losses in nats a token of the answer. `differ` counts; None: the answer was held to a grammar, and what would
+    have been drawn is not known. `ends_alike`: with every expert the answer would end where it ended; None: unknown.
+    `residency_loss`: of the experts that are resident now, at the answer's fidelity; `reads`: experts read for it."""
+
+    request_id: str
+    fidelity: Fidelity
+    tokens: int
+    exact_loss: float
+    exact_top1: float
+    resident_loss: float
+    residency_loss: float
+    substituted_weight_share: float | None
+    reads: int
+    read_bytes: int
+    seconds: float
+    tries: int
+    differ: int | None
+    differences: list[Difference]
+    ends_alike: bool | None

@@ -103,6 +103,16 @@ def _peer_timeout(peer_timeout_s: float, heartbeat_s: float) -> str:
     return f"a peer would count as dead after {peer_timeout_s:g} s with a heartbeat each {heartbeat_s:g} s"
 
 
+def _idle_audits(idle_s: float, remember_tokens: int, sync_slots: int) -> str:
+    if not idle_s or (remember_tokens and sync_slots):
+        return ""
+    return "answers are to be audited when it is quiet, but " + (
+        "none is remembered (audit.remember_tokens = 0)"
+        if sync_slots
+        else "no expert could be read (tide.sync_slots = 0)"
+    )
+
+
 def _pack_dir(source: str, pack_dir: str) -> str:
     return "records are to come from packs, but experts.pack_dir is empty" if source == "pack" and not pack_dir else ""
 
@@ -181,6 +191,11 @@ RULES: tuple[Rule, ...] = (
         ("memory.exit_below_bytes", "memory.reserve_bytes"),
         "memory.exit_below_bytes <= memory.reserve_bytes",
         _exit_below,
+    ),
+    Rule(
+        ("audit.idle_s", "audit.remember_tokens", "tide.sync_slots"),
+        "audit.idle_s needs audit.remember_tokens, and slots for experts to be read into (tide.sync_slots)",
+        _idle_audits,
     ),
     Rule(("vision.url_hosts",), 'hosts by name, "images.example.org": without https:// and without a port', _url_hosts),
     Rule(("parallel.key_file",), "a key file that is named must be there", _file_exists),

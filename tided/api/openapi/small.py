@@ -1,5 +1,7 @@
 """What the small routes answer, and refusals."""
 
+from typing import get_args
+
 from tided.api.errors import ANTHROPIC_TYPES
 from tided.api.openapi.terms import (
     ANY_NUMBER,
@@ -20,6 +22,7 @@ from tided.api.openapi.terms import (
     text,
     told,
 )
+from tided.engine.types import Fidelity
 
 _NAME = text(1)
 _PAIRS = array(array(COUNT, 2, least=2))
@@ -96,6 +99,30 @@ SCHEMAS: dict[str, Schema] = {
             "first_id": _NAME,
             "last_id": _NAME,
             "has_more": always(False),
+        }
+    ),
+    "Audit": told(
+        {
+            "request_id": _NAME,
+            "fidelity": one(*get_args(Fidelity)),
+            "tokens": COUNT,
+            "exact_loss": said("Nats a token of the answer, with every expert.", ANY_NUMBER),
+            "exact_top1": ANY_NUMBER,
+            "resident_loss": said("At the answer's fidelity, with the experts that are resident now.", ANY_NUMBER),
+            "residency_loss": ANY_NUMBER,
+            "substituted_weight_share": nullable(ANY_NUMBER),
+            "reads": COUNT,
+            "read_bytes": COUNT,
+            "seconds": ANY_NUMBER,
+            "tries": said("More than 1: it had to begin again.", COUNT),
+            "differ": said("Tokens that would be others; null: drawn under a grammar.", nullable(COUNT)),
+            "differences": array(
+                told(
+                    {"at": COUNT, "token_id": COUNT, "exact_id": COUNT, "rank": COUNT, "logprob": ANY_NUMBER}
+                    | {"text": text(), "exact_text": text()}
+                )
+            ),
+            "ends_alike": nullable(TRUTH),
         }
     ),
     "Residency": said("What a request wanted of the experts, missed and got: numbers of the engine.", ANY_OBJECT),
