@@ -20,6 +20,7 @@ from packers.hub import SHA256, Repository
 from packers.manifest import Entry, Kind, Manifest, is_untouched, read_manifest, write_manifest
 from packers.transfer import Stopped, adopted, in_parallel, part_bytes, transfer
 from packers.wanted import Target
+from tidectl.fetch_lender import lending
 from tidectl.fetch_nodes import Node, Nodes
 from tidectl.output import emit, say
 from tidectl.waiting import Item, Show, waiting
@@ -30,7 +31,8 @@ SPARE_BYTES = 256 << 20  # of the file system, for what else is written meanwhil
 
 
 class Options(NamedTuple):
-    """`to` None: a directory of the repository's name, here. `sums`: NAME=SHA256, the user's own word."""
+    """`to` None: a directory of the repository's name, here. `sums`: NAME=SHA256, the user's own word. `from_hub`: the
+    other nodes fetch for themselves. `lent`: another node has all of it, as it is to be."""
 
     repository: str
     to: Path | None = None
@@ -42,6 +44,8 @@ class Options(NamedTuple):
     nodes: Sequence[str] = ()
     connections: int = 8
     dry_run: bool = False
+    from_hub: bool = False
+    lent: bool = False
 
     @property
     def directory(self) -> Path:
@@ -102,15 +106,28 @@ def run(options: Options, as_json: bool) -> None:
         refuse_shortage(plan)
         say(_headline(plan))
         try:
-            with waiting() as show, nodes.running() as others:
-                fetch(plan, options.connections, stop, lambda items: show([*items, *others.items()]))
-                others.wait(lambda: show([Item("here", "whole", ready=True), *others.items()]))
+            _bring(options, plan, nodes, stop)
         except KeyboardInterrupt:
             stop.set()
             left = f"{size(plan.left_bytes)} of {size(plan.total_bytes)} are left"
             say(f"stopped: {left}; this goes on:\n  {_again(options, plan)}")
             raise
     _report(plan, nodes.nodes, as_json)
+
+
+def _bring(options: Options, plan: Plan, nodes: Nodes, stop: threading.Event) -> None:
+    """Onto this node, then from it onto the others; or onto all of them at the same time."""
+    here = Item("here", "whole", ready=True)
+    if options.from_hub:
+        with waiting() as show, nodes.running(None):
+            fetch(plan, options.connections, stop, lambda items: show([*items, *nodes.items()]))
+            nodes.wait(lambda: show([here, *nodes.items()]))
+        return
+    with waiting() as show:
+        fetch(plan, options.connections, stop, show)
+    if options.nodes:
+        with lending(plan.directory, plan.manifest) as lender, nodes.running(lender), waiting() as show:
+            nodes.wait(lambda: show([here, *nodes.items()]))
 
 
 def make_plan(options: Options, stop: threading.Event, show: Show) -> Plan:
@@ -121,7 +138,7 @@ def make_plan(options: Options, stop: threading.Event, show: Show) -> Plan:
     show([Item("asking", options.repository)])
     begun = read_manifest(options.directory)
     repository = _pinned(options, begun, stop)
-    if options.dense:
+    if options.dense and not options.lent:
         targets = wanted.dense(repository, lambda files: _headers(repository, files, options.connections, stop, show))
         left_out = wanted.left_out_bytes(repository, targets)
     else:
@@ -300,7 +317,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _again(options: Options, plan: Plan) -> str:
-    nodes = [part for node in options.nodes for part in ("--to-node", node)]
+    nodes = [part for node in options.nodes for part in ("--to-node", node)] + ["--from-hub"] * options.from_hub
     return shlex.join([*options.command(plan.repository.commit), *nodes])
 
 
@@ -335,7 +352,7 @@ def _tell_plan(options: Options, plan: Plan, as_json: bool) -> None:
         say(f"left out: {size(plan.left_out_bytes)} of routed experts")
     say(f"to come: {size(plan.left_bytes)}; free there: {size(free)}")
     for node in options.nodes:
-        say(f"on {node}: {shlex.join(options.command(plan.repository.commit))}")
+        say(f"then on {node}, {'from the hub by itself' if options.from_hub else 'from here through ssh'}: the same")
 
 
 def _about(plan: Plan) -> dict[str, Any]:

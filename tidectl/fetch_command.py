@@ -42,19 +42,24 @@ def fetch(
     ] = None,
     to_node: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST", help="This node too: over ssh it runs the same command; may be repeated."),
+        typer.Option(metavar="HOST", help="This node too: over ssh it takes all from here; may be repeated."),
     ] = None,
+    from_hub: Annotated[
+        bool,
+        typer.Option("--from-hub", help="Other nodes fetch from the hub, at the same time, with their own HF_TOKEN."),
+    ] = False,
     connections: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Files fetched at once.")] = 8,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would come, how large, and where to.")] = False,
     json: Json = False,
+    lent: Annotated[bool, typer.Option("--lent", hidden=True)] = False,
 ) -> None:
     """Fetch a checkpoint, or an overlay, from a hub.
 
     Sizes and room are looked at first. What is ended, by Ctrl-C or any other way, goes on where it was when the same
     command is run again, at the same commit. Every file is held against the sum that the hub published of it, and
     DIR/tidelm-fetch.json says where all came from, with the sha256 of each. --dense puts files together that hold no
-    routed experts: they are smaller than the hub's, and no sum of them is published. HF_TOKEN and HF_ENDPOINT count;
-    another node has its own.
+    routed experts: they are smaller than the hub's, and no sum of them is published. HF_TOKEN and HF_ENDPOINT count.
+    Other nodes take the files from this one, through ssh, once they are here: they come over the internet once.
 
     \b
       tidectl fetch deepseek-ai/DeepSeek-V4.1-Flash --dry-run
@@ -62,9 +67,14 @@ def fetch(
       tidectl fetch zai-org/GLM-5.3 --dense --to /models/GLM-5.3-dense --to-node spark-2
       tidectl fetch owner/edits --include overlay.safetensors --to /models/edits
     """
+    if lent:
+        from tidectl import fetch_lender
+
+        fetch_lender.take()
     from tidectl import fetch, fetch_profile
 
+    patterns = (include or (), exclude or (), sha256 or ())
     options = fetch.Options(
-        repository, to, revision, dense, include or (), exclude or (), sha256 or (), to_node or (), connections, dry_run
+        repository, to, revision, dense, *patterns, to_node or (), connections, dry_run, from_hub, lent
     )
     fetch.run(fetch_profile.for_profile(options, profile) if profile else options, json)

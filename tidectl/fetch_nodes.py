@@ -1,6 +1,7 @@
-"""The same fetch on other nodes: each runs `tidectl fetch` itself, over ssh, pinned to the same commit. So a node has
-its own token, checks its own bytes, and goes on where it was."""
+"""The same fetch on other nodes: each runs `tidectl fetch` itself, over ssh, pinned to the same commit. So a node
+checks its own bytes, and goes on where it was. They come from this node, or from the hub, by the node's own token."""
 
+import random
 import shlex
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from typing import IO
 
 import msgspec
 
+from tidectl.fetch_lender import Lender, Loan
 from tidectl.waiting import Item
 from tided.errors import UnavailableError
 
-SSH = ("ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "--")
+SSH = ("ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15")
 TIDECTL = (sys.executable, "-P", "-m", "tidectl.main")  # TideLM is installed at one path on all nodes
+THERE = (20_000, 32_000)  # a port of the node's loopback address, below those of outgoing connections
 POLL_S = 0.25
 END_S = 5.0
 TAIL_LINES = 6
@@ -36,14 +39,20 @@ class _Failed(msgspec.Struct):
 
 
 class Node:
-    """One node's fetch: the newest lines that it said, to people and to programs. `command`: tidectl and its words."""
+    """One node's fetch: the newest lines that it said, to people and to programs. `command`: tidectl and its words.
+    `lender`: whom it has the files from; None: from the hub."""
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
+    def __init__(self, name: str, command: Sequence[str], lender: Lender | None) -> None:
         self.name, self._words, self._data = name, deque[str](maxlen=TAIL_LINES), deque[str](maxlen=1)
-        line = [*SSH, name, shlex.join([*TIDECTL, *command[1:], "--json"])]
-        self._process = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
+        port = random.randrange(*THERE)
+        tunnel = ["-oExitOnForwardFailure=yes", f"-R{port}:127.0.0.1:{lender.port}"] if lender else []
+        words = [*TIDECTL, *command[1:], "--json", *(["--lent"] if lender else [])]
+        line, pipe = [*SSH, *tunnel, "--", name, shlex.join(words)], subprocess.PIPE
+        self._process = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # why is told by how it ended
+            if lender:
+                stdin.write(msgspec.json.encode(Loan(f"http://127.0.0.1:{port}", lender.token)).decode() + "\n")
         streams = ((self._process.stdout, self._data), (self._process.stderr, self._words))
         self._threads = [threading.Thread(target=_read, args=ends, daemon=True) for ends in streams]
         for thread in self._threads:
@@ -93,10 +102,10 @@ class Nodes:
         self.nodes: list[Node] = []
 
     @contextmanager
-    def running(self) -> Iterator["Nodes"]:
+    def running(self, lender: Lender | None) -> Iterator["Nodes"]:
         """Starts them; at the end none is left of ours. What runs there goes on until it says something to nobody."""
         try:
-            self.nodes = [Node(name, self._command) for name in self._names]
+            self.nodes = [Node(name, self._command, lender) for name in self._names]
             yield self
         except FileNotFoundError as error:
             raise UnavailableError("there is no ssh here, which --to-node needs", where=str(error.filename)) from error

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ELSEWHERE = "/elsewhere"
 RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 ABOUT = re.compile(r"/api/models/([^/]+/[^/?]+)(?:/revision/([^/?]+))?")
 
@@ -21,7 +22,8 @@ class Hub:
     """`failures`: share of range requests that go wrong, by a seed. `sent_bytes`: of bodies of ranges. `token`: what a
     request must carry. `commit`: the newest; a repository of an earlier one is `NAME@COMMIT`. `bytes_per_s`: of a
     connection, 0: at once. `lies`: by file, "sum" (a wrong one is published), "short" (it ends a byte before its
-    listing says), "damaged" (a bit of what is sent), "damaged once". `extra`: names that are listed, without a file."""
+    listing says), "damaged" (a bit of what is sent), "damaged once". `extra`: names that are listed, without a file.
+    `elsewhere`: an address that bodies come from, and `told_elsewhere` what authorisations it was told."""
 
     def __init__(self, repositories: dict[str, Path], failures: float = 0.0, seed: int = 1, token: str = "") -> None:
         self.repositories, self.failures, self.token = repositories, failures, token
@@ -32,6 +34,8 @@ class Hub:
         self.commit, self.bytes_per_s = COMMIT, 0
         self.lies: dict[str, str] = {}
         self.extra: list[str] = []
+        self.elsewhere = ""
+        self.told_elsewhere: set[str | None] = set()
 
     def directory(self, name: str, commit: str) -> Path | None:
         """Of a repository at a commit."""
@@ -85,10 +89,18 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
     def do_GET(self) -> None:
-        if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+        if self.path.startswith(ELSEWHERE):
+            self.hub.told_elsewhere.add(self.headers.get("Authorization"))
+            match = RESOLVE.fullmatch(self.path.removeprefix(ELSEWHERE))
+            assert match
+            self._range(*match.groups())
+        elif self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self._answer(401, b"{}")
         elif match := RESOLVE.fullmatch(self.path):
-            self._range(*match.groups())
+            if self.hub.elsewhere:
+                self._answer(302, b"", {"Location": f"{self.hub.elsewhere}{ELSEWHERE}{self.path}"})
+            else:
+                self._range(*match.groups())
         elif match := ABOUT.match(self.path):
             self._about(match[1], match[2] or "main")
         else:

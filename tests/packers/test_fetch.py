@@ -293,6 +293,18 @@ def test_a_token_is_honoured(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monke
     bring(tmp_path, include=["config.json"])
 
 
+def test_bytes_come_from_elsewhere_and_a_token_does_not_go_there(
+    hub: Hub, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large files do: by a redirect to another host."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    hub.token = "secret"
+    hub.elsewhere = huggingface_hub.constants.ENDPOINT.replace("127.0.0.1", "localhost")
+    bring(tmp_path)
+    assert contents(tmp_path) == contents(source)
+    assert hub.told_elsewhere == {None}
+
+
 # Room, order, words
 
 
@@ -329,7 +341,7 @@ def test_a_dry_run_brings_nothing(hub: Hub, source: Path, tmp_path: Path, capsys
     bring(tmp_path / "here", dry_run=True, nodes=["spark-2"])
     seen = capsys.readouterr()
     assert "model-1.safetensors" in seen.out
-    assert f"on spark-2: tidectl fetch {REPO} --revision {COMMIT} --to {tmp_path / 'here'}" in seen.err
+    assert "then on spark-2, from here through ssh: the same" in seen.err
 
 
 def test_one_fetch_at_a_time(hub: Hub, tmp_path: Path) -> None:

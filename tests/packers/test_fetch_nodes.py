@@ -1,5 +1,8 @@
 """`tidectl fetch` on other nodes: over an ssh that runs its command on this machine, in another directory."""
 
+import http.client
+import io
+import json
 import os
 import stat
 import textwrap
@@ -9,10 +12,12 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 from hub_server import COMMIT, Hub, serving
-from shard_files import small
+from shard_files import small, write_checkpoint
 
 from packers.manifest import NAME, read_manifest
-from tidectl import fetch, fetch_nodes, fetch_profile
+from packers.shards import Checkpoint
+from tidectl import fetch, fetch_lender, fetch_nodes, fetch_profile
+from tidectl.fetch_lender import Lender, lending
 from tided.errors import UnavailableError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -31,15 +36,19 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where other nodes keep their files: `here` of a command becomes NODE."""
+    """Where other nodes keep their files: `here` of a command becomes NODE. A tunnel is no more than its other end's
+    port, since both ends are this machine."""
     programs = tmp_path / "bin"
     programs.mkdir()
     ssh = f"""\
         #!/bin/sh
-        while [ "$1" != -- ]; do shift; done
+        while [ "$1" != -- ]; do
+            case $1 in -R*) there=${{1%%:*}}; there=${{there#-R}}; near=${{1##*:}};; esac
+            shift
+        done
         node=$2; shift 2
         [ $node = silent ] && exit 127
-        exec sh -c "$(echo "$*" | sed "s,{tmp_path}/here,{tmp_path}/$node,")"
+        sed "s,127.0.0.1:$there,127.0.0.1:$near," | sh -c "$(echo "$*" | sed "s,{tmp_path}/here,{tmp_path}/$node,")"
         """
     (programs / "ssh").write_text(textwrap.dedent(ssh))
     (programs / "ssh").chmod(stat.S_IRWXU)
@@ -48,15 +57,79 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_node_fetches_the_same_commit_itself(hub: Hub, nodes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fetch.run(fetch.Options("some/model", nodes / "here", nodes=["spark-2"]), False)
-    here, there = ({file.name: file.read_bytes() for file in (nodes / at).iterdir()} for at in ("here", "spark-2"))
-    assert here.keys() == there.keys()
-    assert all(there[name] == body for name, body in here.items() if name != NAME)
+def files(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != NAME}
+
+
+@pytest.mark.parametrize("from_hub", [False, True])
+def test_a_node_gets_the_same_commit(hub: Hub, nodes: Path, capsys: pytest.CaptureFixture[str], from_hub: bool) -> None:
+    """From here, so that a byte comes over the internet once; or, where it is asked to, from the hub by itself."""
+    fetch.run(fetch.Options("some/model", nodes / "here", nodes=["spark-2"], from_hub=from_hub), False)
+    assert files(nodes / "spark-2") == files(nodes / "here")
     kept = read_manifest(nodes / "spark-2")
     assert kept is not None
     assert (kept.commit, kept.revision, kept.complete) == (COMMIT, COMMIT, True)
+    assert all(entry.by for entry in kept.files.values())
     assert "spark-2: the same" in capsys.readouterr().err
+    assert hub.sent_bytes == sum(map(len, files(nodes / "here").values())) * (1 + from_hub)
+
+
+def test_dense_weights_reach_a_node_as_they_are(hub: Hub, nodes: Path) -> None:
+    """Which cannot put them together itself: the experts' files are not here."""
+    one, other = ("U8", [3], b"abc"), ("U8", [2], b"de")
+    tensors = {"a.safetensors": {"model.layers.0.mlp.experts.0.up_proj.weight": one, "model.norm.weight": other}}
+    hub.repositories["some/model"] = write_checkpoint(nodes / "routed", tensors, model_type="x")
+    fetch.run(fetch.Options("some/model", nodes / "here", dense=True, nodes=["spark-2"]), False)
+    assert files(nodes / "spark-2") == files(nodes / "here")
+    assert list(Checkpoint.open(nodes / "spark-2").tensors) == ["model.norm.weight"]
+    kept = read_manifest(nodes / "spark-2")
+    assert kept is not None
+    assert kept.kind == "dense"
+
+
+def test_what_is_lent_changed_meanwhile(hub: Hub, nodes: Path) -> None:
+    """The node finds it by the sum that it had."""
+    fetch.run(fetch.Options("some/model", nodes / "here"), False)
+    shard = nodes / "here" / "b.safetensors"
+    before = shard.stat()
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(UnavailableError, match="its sha256 is"):
+        fetch.run(fetch.Options("some/model", nodes / "here", nodes=["spark-2"]), False)
+
+
+def get(lender: Lender, path: str, token: str, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", lender.port, timeout=10)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}", **headers})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_only_the_files_are_lent_and_only_by_the_word(hub: Hub, tmp_path: Path) -> None:
+    fetch.run(fetch.Options("some/model", tmp_path / "here"), False)
+    (tmp_path / "here" / "private").write_text("secret")
+    (tmp_path / "secret").write_text("secret")
+    kept = read_manifest(tmp_path / "here")
+    assert kept is not None
+    with lending(tmp_path / "here", kept) as lender:
+        about, at = f"/api/models/some/model/revision/{COMMIT}", f"/some/model/resolve/{COMMIT}/"
+        assert get(lender, about, "guess")[0] == get(lender, about, "")[0] == 401
+        listed = json.loads(get(lender, about, lender.token)[1])
+        assert {file["rfilename"] for file in listed["siblings"]} == set(kept.files)
+        assert get(lender, f"{at}a.safetensors", lender.token, Range="bytes=0-7")[0] == 206
+        for name in ("private", "../secret", "%2e%2e/secret", "/etc/passwd", NAME):
+            assert get(lender, at + name, lender.token, Range="bytes=0-1")[0] == 404, name
+        for odd in ("bytes=0-", "bytes=5-2", "bytes=0-99999999", "lines=1-2", "bytes=0-1,3-4"):
+            assert get(lender, f"{at}a.safetensors", lender.token, Range=odd)[0] == 416, odd
+
+
+def test_a_loan_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+    with pytest.raises(UsageError, match="--to-node"):
+        fetch_lender.take()
 
 
 def test_a_node_that_fails_is_named_with_its_own_words(hub: Hub, nodes: Path) -> None:
