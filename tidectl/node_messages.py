@@ -81,13 +81,13 @@ Request = Hello | Prepare | Begin | Look | End | Tail | OpenLogs | MoreLogs | Fa
 
 
 class About(_Message, frozen=True):
-    """`build`: digest of all our sources. `machine`: tells machines apart. `time_s`: of its clock, Unix time."""
+    """`build`: digest of all our sources. `place`: names its state directory among all. `time_s`: of its clock, Unix
+    time."""
 
     protocol: int
     version: str
     build: str
-    machine: str
-    state_dir: str
+    place: str
     time_s: float
 
 

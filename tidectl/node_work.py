@@ -134,13 +134,15 @@ class Work:
 
 
 def about(state_dir: Path) -> About:
-    return About(PROTOCOL, line(), build(), machine(), str(state_dir), time.time())
+    return About(PROTOCOL, line(), build(), _place(state_dir), time.time())
 
 
-def machine() -> str:
-    """Tells machines apart, while they run."""
+def _place(state_dir: Path) -> str:
+    """Tells state directories apart, on whatever machine."""
+    found = state_dir.stat()
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {found.st_dev} {found.st_ino}"
     return ""
 
 

@@ -91,7 +91,7 @@ class Peer:
     def __init__(self, node: Node, command: Sequence[str] = ()) -> None:
         self.node = node
         self._command = command or [*SSH, "--", node.host, shlex.join(NODE)]
-        self._asking = threading.Lock()
+        self._asking = threading.RLock()  # `close` comes from within a question too
         self.about: About | None = None
         self.skew_s = (0.0, 0.0)  # its clock against ours, and how far off that may be
         self._process: subprocess.Popen[bytes] | None = None
@@ -197,23 +197,29 @@ class Peer:
         return UnavailableError(what, where=str(self.node))
 
     def close(self) -> None:
-        """The ranks that were started there go on."""
-        process, self._process, self._buffer = self._process, None, b""
+        """The ranks that were started there go on. A question that is under way in another thread ends by an error."""
+        process = self._process
         if process is None:
             return
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
+        _end(process)  # which wakes who waits for an answer
+        with self._asking:
+            if self._process is process:
+                self._process, self._buffer = None, b""
+                for pipe in (process.stdin, process.stdout):
+                    with suppress(OSError):
+                        if pipe is not None:
+                            pipe.close()
+                self._said.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """ssh, and what it may have started of its own (ProxyCommand)."""
+    for number, wait_s in ((signal.SIGTERM, 1.0), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(1)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        self._said.close()
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
+            return
 
 
 def _of_kind(reply: Reply, kind: type[Kind], node: Node) -> Kind:
@@ -297,7 +303,7 @@ def _connected(peer: Peer) -> About | TideError:
 def _check(peer: Peer, ours: About, same_build: bool) -> None:
     theirs = peer.about
     assert theirs is not None
-    if (theirs.machine, theirs.state_dir) == (ours.machine, ours.state_dir):
+    if theirs.place and theirs.place == ours.place:
         hint = "where ranks share a machine, write one address for all of them"
         raise ConfigError("ssh leads back to this machine", where=f"{peer.node} in parallel.hosts", hint=hint)
     if same_build and theirs.build != ours.build:

@@ -39,12 +39,13 @@ def is_running(state_dir: Path) -> bool:
 def claim(state_dir: Path) -> None:
     """Refuses when something runs; else ends what a killed supervisor left, which still holds memory and ports."""
     if units.in_use(state_dir):
-        units.refuse_running(state_dir)
+        return units.refuse_running(state_dir)
     lock = supervisor.take_lock(state_dir)
     try:
         supervisor.clean(state_dir)
     finally:
         os.close(lock)
+    return None
 
 
 def keep_profile(name: str, text: str, state_dir: Path) -> Path:

@@ -22,6 +22,7 @@ from tided.errors import TideError, UnavailableError
 from tided.settings import Settings
 
 PEER_POLL_S = 0.2
+LOOK_S = 5.0
 LOST_S = 20.0  # a peer that is not reached for so long
 OTHERS_END_S = 3.0  # of several that end, one has a reason of its own
 END_S = 15.0  # a start that is given up has no request to finish
@@ -116,7 +117,7 @@ class Start:
 
     def _look(self) -> None:
         """A peer that is not reached for a moment is asked again."""
-        answers = self._team.each([(member, Look()) for member in self._begun], Seen)
+        answers = self._team.each([(member, Look()) for member in self._begun], Seen, LOOK_S)
         now_s = time.monotonic()
         for member, answer in zip(self._begun, answers, strict=True):
             if isinstance(answer, Seen):

@@ -5,8 +5,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tidectl import nodes, peers, record, starting, supervisor
 from tidectl.node_messages import Look, Seen
 from tidectl.nodes import Node, nodes_of
 from tided.errors import UnavailableError
+from tided.profile import load
 from tided.settings import Parallel
 
 PEER = "127.0.0.2"
@@ -288,6 +291,48 @@ def test_a_connection_that_is_lost_is_made_again(profile: Path, hosts: Path, the
         peer.close()
 
 
+def test_a_peer_that_falls_silent_while_it_starts_is_named_in_time(
+    tidectl: Tidectl, profile: Path, state: Path, hosts: Path, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("LOOK_S", 0.5), ("LOST_S", 1.0)):
+        monkeypatch.setattr(starting, name, seconds)
+    monkeypatch.setattr(peers, "HELLO_S", 2.0)
+    monkeypatch.setenv("FAKE_DAEMON", "1:hang")
+    fails(hosts, "mute")  # behind its fourth answer, and no further connection comes about
+    ran = tidectl("start", str(profile))
+    assert (ran.exit_code, f"error: {PEER}: it does not answer in time" in ran.stderr) == (69, True), ran.stderr
+    assert f"{PEER}: its ranks could not be ended" in ran.stderr
+    assert not supervisor.is_locked(state)
+
+
+def test_a_port_in_use_is_named_before_any_node_is_asked(
+    tidectl: Tidectl, profile: Path, hosts: Path, there: Path
+) -> None:
+    port = load(profile).parallel.control_port
+    with socket.create_server(("127.0.0.1", port)):
+        ran = tidectl("start", str(profile))
+    assert (ran.exit_code, f"127.0.0.1:{port} (parallel.control_port): the port is in use" in ran.stderr) == (69, True)
+    assert not (hosts / PEER / "commands").exists()
+
+
+def test_closing_ends_a_question_that_is_under_way(hosts: Path, there: Path) -> None:
+    fails(hosts, "hang")
+    peer = peers.Peer(Node(PEER, (1,), False))
+    failed: list[UnavailableError] = []
+
+    def ask() -> None:
+        with pytest.raises(UnavailableError) as caught:
+            peer.ask(Look(), Seen)
+        failed.append(caught.value)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    within(10, lambda: (hosts / PEER / "commands").exists())
+    peer.close()
+    asking.join(10)
+    assert "the connection ended" in str(failed[0])
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [
@@ -322,6 +367,15 @@ def test_another_machine_than_rank_0s_starts_its_own_alone(
     assert run is not None
     assert [child.rank for child in run.ranks] == [1]
     assert tidectl("stop").exit_code == 0
+
+
+def test_an_address_that_leads_back_here_is_no_other_node(
+    tidectl: Tidectl, profile: Path, hosts: Path, state: Path
+) -> None:
+    (hosts / PEER / "state").symlink_to(state)
+    ran = tidectl("start", str(profile))
+    assert (ran.exit_code, "ssh leads back to this machine" in ran.stderr) == (78, True), ran.stderr
+    assert not (state / "logs").exists()
 
 
 def test_nodes_are_addresses() -> None:
