@@ -155,7 +155,7 @@ def _refuse_running(root: Path) -> None:
     pattern = ["list-units", "--plain", "--no-legend", "--state=active,activating,deactivating,reloading", "tided@*"]
     running = [line.split()[0] for line in _run(["systemctl", *pattern]).splitlines() if line.strip()]
     if running:
-        raise TideError(f"running: {', '.join(running)}", hint="`tidectl stop`, or systemctl stop tided.target")
+        raise TideError(f"running: {', '.join(running)}", hint="`tidectl stop`, or systemctl stop 'tided@*'")
 
 
 def _as_permitted(work: Callable[[Any], None], things: Sequence[Any]) -> None:
