@@ -109,6 +109,23 @@ def stream(url: str, key: str, body: Mapping[str, Any]) -> Generator[Any]:
             yield chunk
 
 
+def expert_events(url: str, key: str, follow: bool = True) -> Generator[tuple[str, Any]]:
+    """Name and data of each event of the expert map: for as long as the server runs, or (`follow` false) those of
+    now."""
+    path = "/v1/expert-map/events" + ("" if follow else "?follow=0")
+    with _response(url, "GET", path, None, _headers(key), SILENCE_S) as response:
+        if response.status == 404:
+            raise RequestFailed("this server tells nothing of experts: it is no TideLM, or an older one", where=url)
+        if response.status != 200:
+            _raise_for(response.status, response.read(MAX_LINE_BYTES))
+        name = ""
+        while line := response.readline(MAX_LINE_BYTES):
+            if line.startswith(b"event:"):
+                name = line[6:].strip().decode(errors="replace")
+            elif line.startswith(b"data:"):
+                yield name, _json(line[5:])
+
+
 def _events(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
     """The data of each server-sent event up to [DONE]. A stream that ends before it was cut."""
     while line := response.readline(MAX_LINE_BYTES):

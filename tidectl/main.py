@@ -21,6 +21,7 @@ from tidectl.profile_app import profile
 from tidectl.profiles import names as profile_names
 from tidectl.service_app import service
 from tidectl.tide_app import tide
+from tidectl.top_command import top
 
 HELP = """Serve a mixture-of-experts model that is larger than memory.
 
@@ -96,6 +97,7 @@ app.add_typer(bench, name="bench")
 app.command()(doctor)
 app.command()(fetch)
 app.command()(plan)
+app.command()(top)
 app.command("eval")(evaluate)
 app.command()(audit)
 app.command()(guard)

@@ -40,7 +40,8 @@ class Sea:
         self.states[layer, expert] = state
 
     def first(self, layer: int, state: int) -> int:
-        return int(np.flatnonzero(self.states[layer] == state)[0])
+        """Of a layer: an expert in this state, or 0."""
+        return int(np.argmax(self.states[layer] == state))
 
     def lane(self, number: int, **changed: Any) -> dict[str, Any]:
         return {
