@@ -12,8 +12,9 @@ from tidectl import logs, record, runner
 from tidectl.node_messages import Lines, LogLine, MoreLogs, OpenLogs
 from tidectl.nodes import Node
 from tidectl.output import emit, is_terminal, say, styled, visible
-from tidectl.peers import Here, Peer, Team
+from tidectl.peers import Peer
 from tidectl.state import state_dir
+from tidectl.team import Here, Team
 from tided.errors import TideError
 
 POLL_S = 0.2

@@ -7,11 +7,11 @@ from tidectl import differing, profiles, runner, stopping, supervisor
 from tidectl.node_messages import Lines, Tail
 from tidectl.nodes import Node, nodes_of
 from tidectl.output import emit, say
-from tidectl.peers import Team
 from tidectl.preflight import check_ports, check_profile
 from tidectl.running import look
 from tidectl.starting import OutOfTime, RankFailed, Start
 from tidectl.state import state_dir
+from tidectl.team import Team
 from tidectl.waiting import Item, line, waiting
 from tided.control.state import RankState
 from tided.errors import NotRunningError, TideError, UsageError

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tidectl import logs, runner, units
+from tidectl import logs, runner
 from tidectl.about import line
 from tidectl.fits import refuse_misfit
+from tidectl.journal import Journal
 from tidectl.node_messages import (
     PROTOCOL,
     About,
@@ -49,7 +50,7 @@ class Work:
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
-        self._logs: list[logs.Log | units.Journal] = []
+        self._logs: list[logs.Log | Journal] = []
 
     def __call__(self, request: Request) -> Reply:
         """Raises what is wrong as errors of ours."""

@@ -1,4 +1,4 @@
-"""Nodes that are asked by `tidectl` on rank 0's machine: this one by a call, the others over ssh.
+"""A node on another machine, asked over ssh.
 
 An ssh connection runs `tidectl.node` by the same interpreter path as here, so TideLM is installed alike on all nodes.
 Which user, port and key ssh takes is ~/.ssh/config's business; it may ask nothing. Every answer has a deadline.
@@ -14,15 +14,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from tidectl.node_messages import MARK, MAX_LINE_BYTES, PROTOCOL, About, Failed, Hello, Reply, Request
-from tidectl.node_work import Work, about
 from tidectl.nodes import Node
 from tided.errors import (
     ConfigError,
@@ -59,31 +56,6 @@ _ERRORS: dict[int, type[TideError]] = {
 }  # fmt: skip
 
 
-class Member(Protocol):
-    """A node that can be asked."""
-
-    node: Node
-
-    def ask(self, request: Request, kind: type[Kind], timeout_s: float = ANSWER_S) -> Kind:
-        """Raises the node's own error, which then names it, and UnavailableError where it is not reached or silent."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Here:
-    """This machine."""
-
-    def __init__(self, node: Node, state_dir: Path) -> None:
-        self.node, self._work = node, Work(state_dir)
-
-    def ask(self, request: Request, kind: type[Kind], timeout_s: float = ANSWER_S) -> Kind:
-        return _of_kind(self._work(request), kind, self.node)
-
-    def close(self) -> None:
-        self._work.close()
-
-
 class Peer:
     """Another machine. Connected at the first question, and again after a connection was lost. `command`: how, instead
     of by ssh."""
@@ -101,7 +73,7 @@ class Peer:
         with self._asking:
             if self._process is None:
                 self._connect()
-            return _of_kind(self._exchange(request, time.monotonic() + timeout_s), kind, self.node)
+            return of_kind(self._exchange(request, time.monotonic() + timeout_s), kind, self.node)
 
     def connect(self) -> About:
         """Also measures its clock. Raises ConfigError for another protocol."""
@@ -129,7 +101,7 @@ class Peer:
 
     def _hello(self, deadline: float) -> About:
         try:
-            found = _of_kind(self._exchange(Hello(), deadline), About, self.node)
+            found = of_kind(self._exchange(Hello(), deadline), About, self.node)
         except msgspec.ValidationError as error:
             raise self._other_build(str(error)) from error
         if found.protocol != PROTOCOL:
@@ -222,7 +194,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def _of_kind(reply: Reply, kind: type[Kind], node: Node) -> Kind:
+def of_kind(reply: Reply, kind: type[Kind], node: Node) -> Kind:
     if isinstance(reply, Failed):
         where = f"{node}: {reply.where}" if reply.where else str(node)
         error = _ERRORS.get(reply.exit_code, TideError)(reply.what, where=where, hint=reply.hint)
@@ -230,82 +202,3 @@ def _of_kind(reply: Reply, kind: type[Kind], node: Node) -> Kind:
     if not isinstance(reply, kind):
         raise UnavailableError(f"it answered a question by {type(reply).__name__}", where=str(node))
     return reply
-
-
-class Team:
-    """The nodes of a run. `first`: rank 0's."""
-
-    def __init__(self, nodes: Sequence[Node], state_dir: Path) -> None:
-        self.members: list[Here | Peer] = [Here(node, state_dir) if node.here else Peer(node) for node in nodes]
-        self._pool = ThreadPoolExecutor(max(1, len(nodes)), "node")
-
-    @property
-    def first(self) -> Here | Peer:
-        return self.members[0]
-
-    @property
-    def peers(self) -> list[Peer]:
-        return [member for member in self.members if isinstance(member, Peer)]
-
-    def each(
-        self, requests: Sequence[tuple[Here | Peer, Request]], kind: type[Kind], timeout_s: float = ANSWER_S
-    ) -> list[Kind | TideError]:
-        """All at the same time; an answer a request, or why there is none."""
-
-        def ask(pair: tuple[Here | Peer, Request]) -> Kind | TideError:
-            try:
-                return pair[0].ask(pair[1], kind, timeout_s)
-            except TideError as error:
-                return error
-
-        if len(requests) == 1:
-            return [ask(requests[0])]
-        return list(self._pool.map(ask, requests))
-
-    def all(
-        self, requests: Sequence[tuple[Here | Peer, Request]], kind: type[Kind], timeout_s: float = ANSWER_S
-    ) -> list[Kind]:
-        """The same; raises the first error."""
-        answers = self.each(requests, kind, timeout_s)
-        for answer in answers:
-            if isinstance(answer, TideError):
-                raise answer
-        return [answer for answer in answers if not isinstance(answer, TideError)]
-
-    def connect(self, state_dir: Path, same_build: bool = True) -> None:
-        """To every peer. Raises for one that is not reached, is this machine, or runs another build."""
-        for found in self._pool.map(_connected, self.peers):
-            if isinstance(found, TideError):
-                raise found
-        ours = about(state_dir)
-        for peer in self.peers:
-            _check(peer, ours, same_build)
-
-    def close(self) -> None:
-        for member in self.members:
-            member.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _connected(peer: Peer) -> About | TideError:
-    try:
-        return peer.connect()
-    except TideError as error:
-        return error
-
-
-def _check(peer: Peer, ours: About, same_build: bool) -> None:
-    theirs = peer.about
-    assert theirs is not None
-    if theirs.place and theirs.place == ours.place:
-        hint = "where ranks share a machine, write one address for all of them"
-        raise ConfigError("ssh leads back to this machine", where=f"{peer.node} in parallel.hosts", hint=hint)
-    if same_build and theirs.build != ours.build:
-        what = f"TideLM there is another build: {theirs.version} {theirs.build}, here {ours.version} {ours.build}"
-        raise ConfigError(what, where=str(peer.node), hint="install the same on all nodes")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tidectl import logs, supervisor, units
+from tidectl.journal import Journal
 from tidectl.sent import text_of
 from tidectl.supervisor import Status
 from tided.control.files import write_private
@@ -62,10 +63,10 @@ def key_file(state_dir: Path) -> Path:
     return SITE_DIR / "curve.key" if units.in_use(state_dir) else state_dir / "curve.key"
 
 
-def log_of(state_dir: Path, rank: int) -> "logs.Log | units.Journal":
+def log_of(state_dir: Path, rank: int) -> logs.Log | Journal:
     """Raises FileNotFoundError where there is none."""
     if units.in_use(state_dir):
-        return units.Journal(rank, units.loaded())
+        return Journal(rank, units.loaded())
     return logs.Log(rank, logs.log_path(state_dir, rank))
 
 

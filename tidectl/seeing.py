@@ -7,8 +7,8 @@ from pathlib import Path
 from tidectl import record, supervisor
 from tidectl.node_messages import Look, Seen
 from tidectl.nodes import Node
-from tidectl.peers import Team
 from tidectl.running import Machine, Rank, Snapshot, look, ranks_of, state_of
+from tidectl.team import Team
 from tided.errors import TideError
 
 PEER_S = 10.0

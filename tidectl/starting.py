@@ -1,9 +1,11 @@
-"""A start on all nodes: what each can refuse first, then rank 0's node, then the others, then the wait until all serve.
+"""A start on all nodes: what each can refuse first, then the ranks, then the wait until all serve.
 
-connect   ssh, the same build
-prepare   the profile is sent, judged there, its keys agree; nothing runs there
-begin     rank 0's node; the others once rank 0 has passed its own checks
-wait      every node's supervisor is looked at; the first that ends, ends all
+    connect   ssh, the same build
+    prepare   the profile is sent, judged there, its keys agree; nothing runs there
+    begin     rank 0's node; the others once rank 0 has passed its own checks
+    wait      every node's supervisor is looked at
+
+The first rank that ends, ends all.
 """
 
 import time
@@ -13,9 +15,10 @@ from pathlib import Path
 from tidectl import record, runner, supervisor
 from tidectl.node_messages import Begin, Done, End, Ends, Look, Prepare, Prepared, Seen
 from tidectl.nodes import Node
-from tidectl.peers import Here, Peer, Team
+from tidectl.peers import Peer
 from tidectl.processes import POLL_S
 from tidectl.sent import text_of
+from tidectl.team import Here, Team
 from tidectl.waiting import Item
 from tided.control.state import RankState
 from tided.errors import TideError, UnavailableError

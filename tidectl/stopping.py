@@ -11,8 +11,8 @@ from typing import Any
 from tidectl import http, profiles, record, runner, supervisor
 from tidectl.node_messages import End, Ends
 from tidectl.output import say
-from tidectl.peers import Team
 from tidectl.running import url_of
+from tidectl.team import Team
 from tided.errors import NotRunningError, TideError, UnavailableError
 from tided.settings import Settings
 

@@ -1,20 +1,18 @@
 """The ranks of a node as instances of the service, where `tidectl service install` has put it: `systemctl` starts and
-stops them, the journal has their logs, and the profile lies in /etc/tidelm.
+stops them, the journal has their logs (`tidectl.journal`), and the profile lies in /etc/tidelm.
 
 Gives what `tidectl.supervisor` gives. Only root may start services, and only its state directory is theirs.
 """
 
-import json
 import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tidectl import state
-from tidectl.logs import Line
 from tidectl.processes import KILL_WAIT_S, POLL_S, identify
 from tidectl.sent import SENT
 from tidectl.supervisor import SIGNAL_CODES, Child, Ended, EndedRank, Run, Status
@@ -27,7 +25,6 @@ from tided.profile.instances import BUNDLED_DIR, SITE_DIR, parse, profile_of, ra
 TEMPLATE = Path("/etc/systemd/system/tided@.service")
 BOOTED = Path("/run/systemd/system")  # sd_booted(3)
 COMMAND_S = 30.0
-MOST_LINES = 100_000
 PROPERTIES = "Id,ActiveState,SubState,MainPID,ExecMainCode,ExecMainStatus,ActiveEnterTimestamp,InvocationID"
 KILLED = ("2", "3")  # CLD_KILLED, CLD_DUMPED
 WAITS = "auto-restart"
@@ -200,53 +197,11 @@ def ranks_told(state_dir: Path) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
-class Journal:
-    """A rank's lines in the journal, as `tidectl.logs.Log` gives those of a file."""
-
-    def __init__(self, rank: int, units: Sequence[Unit]) -> None:
-        self.rank, self._cursor = rank, ""
-        self._unit = next((unit for unit in units if unit.rank == rank), None)
-
-    def last(self, lines: int, all_runs: bool = False) -> list[Line]:
-        match = [f"_SYSTEMD_INVOCATION_ID={self._unit.invocation}"] if self._unit and not all_runs else self._names()
-        return self._read([*match, f"--lines={min(lines, MOST_LINES)}"])
-
-    def added(self) -> list[Line]:
-        behind = f"--after-cursor={self._cursor}" if self._cursor else "--since=now"
-        return self._read([*self._names(), behind])
-
-    def rest(self) -> list[Line]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-    def _names(self) -> list[str]:
-        return [f"--unit={self._unit.name if self._unit else f'tided@*:{self.rank}.service'}"]
-
-    def _read(self, arguments: Sequence[str]) -> list[Line]:
-        text = _run(["journalctl", "--quiet", "--no-pager", "--output=json", *arguments])
-        records = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-        if records:
-            self._cursor = records[-1]["__CURSOR"]
-        return [(self.rank, line) for record in records for line in _text(record)]
-
-
-def _text(record: dict[str, Any]) -> list[str]:
-    """With its time, in the form of the log files."""
-    message = record.get("MESSAGE") or ""
-    if isinstance(message, list):  # bytes that are no UTF-8
-        message = bytes(message).decode(errors="replace")
-    micros = int(record.get("__REALTIME_TIMESTAMP") or 0)
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(micros // 1_000_000))
-    return [f"{when},{micros // 1000 % 1000:03} {line}" for line in str(message).splitlines()]
-
-
 def _systemctl(*arguments: str) -> str:
-    return _run(["systemctl", "--no-pager", "--no-ask-password", *arguments])
+    return run(["systemctl", "--no-pager", "--no-ask-password", *arguments])
 
 
-def _run(command: Sequence[str]) -> str:
+def run(command: Sequence[str]) -> str:
     environment = {**os.environ, "LC_ALL": "C.UTF-8"}
     try:
         done = subprocess.run(

@@ -47,7 +47,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Manager:
     for path in ("state", "etc"):
         (tmp_path / path).mkdir()
     (tmp_path / "tided@.service").touch()
-    monkeypatch.setattr(units, "_run", found)
+    monkeypatch.setattr(units, "run", found)
     monkeypatch.setattr(units, "TEMPLATE", tmp_path / "tided@.service")
     monkeypatch.setattr(units, "BOOTED", tmp_path)
     monkeypatch.setattr(units, "SITE_DIR", tmp_path / "etc")
