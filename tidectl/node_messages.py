@@ -109,7 +109,8 @@ class Process(_Message, frozen=True):
 
 
 class Seen(_Message, frozen=True):
-    """`tidectl.supervisor.Status` of a node, and the memory of the machine; 0 where the system does not tell."""
+    """`tidectl.supervisor.Status` of a node, and the memory of the machine; 0 where the system does not tell.
+    `processes`: of the ranks that live."""
 
     running: bool
     run: Run | None

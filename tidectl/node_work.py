@@ -168,7 +168,8 @@ def end(state_dir: Path, timeout_s: float) -> bool:
 def seen(state_dir: Path) -> Seen:
     now = runner.status(state_dir)
     memory = _meminfo()
-    running = {child.rank: child.process.pid for child in now.run.ranks} if now.run else {}
+    children = now.run.ranks if now.run else []
+    running = {child.rank: child.process.pid for child in children if child.process.is_alive()}
     return Seen(
         now.running,
         now.run,

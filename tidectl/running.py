@@ -1,5 +1,6 @@
 """What runs on this machine, seen from outside: the supervisor's files, the processes, the server's own word."""
 
+from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -71,7 +72,7 @@ def look(directory: Path | None = None) -> Snapshot:
         now = runner.status(directory)  # a stop may have begun while it was waited for
     if now.run is None:
         return Snapshot(_without_run(now), "", "", 0.0, [], None, [], now.last)
-    ranks = ranks_of(now)
+    ranks = ranks_of(now, {child.rank for child in now.run.ranks if child.process.is_alive()})
     stopping = _is_stopping(now)
     trouble = _trouble(now, ranks, "" if stopping else url, health, stopping)
     state = "stopping" if stopping else state_of(ranks, trouble)
@@ -137,14 +138,13 @@ def url_of(now: supervisor.Status) -> str:
     return http.local_url(host, port)
 
 
-def ranks_of(now: supervisor.Status) -> list[Rank]:
-    """Those that were started and not ended in order."""
-    return [_rank(child, now) for child in now.run.ranks] if now.run else []
+def ranks_of(now: supervisor.Status, alive: Container[int]) -> list[Rank]:
+    """Those that were started and not ended in order. `alive`: ranks whose process lives, as their own machine sees."""
+    return [_rank(child, now, child.rank in alive) for child in now.run.ranks] if now.run else []
 
 
-def _rank(child: supervisor.Child, now: supervisor.Status) -> Rank:
+def _rank(child: supervisor.Child, now: supervisor.Status, alive: bool) -> Rank:
     said = next((rank for rank in now.ranks if rank.rank == child.rank and rank.pid == child.process.pid), None)
-    alive = child.process.is_alive()
     if said is None:
         return Rank(child.rank, child.process.pid, alive, "started" if alive else "ended", 0.0, "")
     phase = said.phase if alive else "ended"

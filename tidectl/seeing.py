@@ -49,8 +49,11 @@ def _joined(here: Snapshot, first: Answers, second: Answers) -> Snapshot:
         elif node.here:
             ranks += _with_figures(here.ranks, node, first[node], seen)
         else:
-            ranks += _with_figures(ranks_of(_status(seen)), node, first[node], seen)
+            there = ranks_of(_status(seen), seen.processes)
+            ranks += _with_figures(there, node, first[node], seen)
             trouble += _trouble(node, seen, here)
+            if seen.running and here.state != "stopping":
+                trouble += [f"rank {rank.rank} on {node} has ended" for rank in there if not rank.alive]
     machines = [
         Machine(str(node), seen.available_bytes, seen.total_bytes)
         for node, seen in second.items()

@@ -17,9 +17,12 @@ import pytest
 
 from tests.tidectl.canned import Tidectl
 from tests.tidectl.test_lifecycle import free_ports, within
-from tidectl import nodes, peers, record, starting, supervisor
-from tidectl.node_messages import Look, Seen
+from tidectl import nodes, peers, record, seeing, starting, supervisor
+from tidectl.node_messages import Look, Process, Seen
 from tidectl.nodes import Node, nodes_of
+from tidectl.processes import Identity, identify
+from tidectl.running import Snapshot, ranks_of
+from tided.control.state import RankState
 from tided.errors import UnavailableError
 from tided.profile import load
 from tided.settings import Parallel
@@ -258,6 +261,27 @@ def test_a_dead_rank_on_a_peer_is_seen(tidectl: Tidectl, profile: Path, there: P
     assert f"{PEER}: rank 1 was killed by signal 9" in found.stdout
     assert tidectl("stop").exit_code == 0
     assert tidectl("status").exit_code == 3
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_whether_a_rank_lives_is_its_own_machines_word(profile: Path, alive: bool) -> None:
+    """Its process number means nothing here."""
+    ours, theirs = Identity(os.getpid(), identify(os.getpid()).start_ticks), Identity(4_000_000, 1)
+    children = [[supervisor.Child(rank, process)] for rank, process in enumerate((ours, theirs))]
+    runs = [supervisor.Run(str(profile), ours, 0.0, 1, child) for child in children]
+    said = [
+        RankState(rank=rank, pid=run.ranks[0].process.pid, started=0.0, phase="ready", since=0.0)
+        for rank, run in enumerate(runs)
+    ]
+    process = {0: Process(1, 1), 1: Process(1, 1)}
+    there = Seen(True, runs[1], [said[1]], None, 1.0, 0, 0, {1: process[1]} if alive else {})
+    here = Seen(True, runs[0], [said[0]], None, 1.0, 0, 0, {0: process[0]})
+    nodes_seen = {Node("a", (0,), True): here, Node("b", (1,), False): there}
+    status = supervisor.Status(True, runs[0], [said[0]], None)
+    snapshot = Snapshot("serving", str(profile), "", 0.0, ranks_of(status, [0]), None, [], None)
+    found = seeing._joined(snapshot, nodes_seen, nodes_seen)
+    assert found.state == ("serving" if alive else "degraded")
+    assert found.trouble == ([] if alive else ["rank 1 on b has ended"])
 
 
 def test_a_peer_that_is_out_of_reach_is_trouble_and_stop_says_so(
