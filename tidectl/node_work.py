@@ -118,6 +118,7 @@ class Work:
     def _facts(self, request: Facts) -> Declared:
         """By opening the checkpoint as a rank does, up to where it would allocate."""
         from tided.engine.build import open_model, open_source
+        from tided.engine.devices import refuse_beyond
         from tided.engine.facts import facts_of
 
         path = self.state_dir / f"guard-{os.getpid()}.toml"
@@ -130,6 +131,8 @@ class Work:
             path.unlink(missing_ok=True)
         for rank in request.ranks:
             open_source(opened, rank).close()
+            if total_bytes := _meminfo().get("MemTotal"):
+                refuse_beyond(opened, rank, total_bytes)
         facts = facts_of(opened)
         return Declared(dict.fromkeys(request.ranks, facts))
 

@@ -5,13 +5,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.daemon.tiny import make_checkpoint, profile_text
 from tests.tidectl.canned import Tidectl
 from tests.tidectl.test_nodes import PEER, fails, hosts, there  # noqa: F401  # fixtures
 from tidectl import differing, guarding, preflight
 from tidectl.differing import Rank
+from tidectl.node_messages import Facts
+from tidectl.node_work import Work
 from tidectl.nodes import Node
+from tidectl.sent import text_of
 from tided.errors import DataError, GuardError, UnavailableError
 from tided.profile import load
 
@@ -54,6 +58,16 @@ def test_nodes_that_agree_then_one_with_another_tokenizer(
     assert header.split() == ["fact", "rank", "0", "(127.0.0.1)", "rank", "1", f"({PEER})"]
     assert row.split()[:2] == ["tokenizer", "sha256"]
     assert "the ranks differ" in ran.stderr
+
+
+def test_a_profile_that_no_memory_of_the_machine_could_hold(profile: Path, state: Path) -> None:
+    state.mkdir()
+    settings = load(profile)
+    whole = replace(settings, cache=replace(settings.cache, prefix_ram_bytes=1 << 48))
+    work = Work(state)
+    with pytest.raises(UnavailableError, match=r"this machine has .* in all"):
+        work(Facts(text_of(whole), [0]))
+    assert list(state.iterdir()) == []
 
 
 NODES = [Node("here", (0,), True), Node("there", (1,), False)]

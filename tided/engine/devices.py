@@ -68,6 +68,18 @@ def refuse_shortage(opened: "OpenedModel", rank: int) -> None:
         raise _refusal(opened, rank, node, max(failed, key=lambda gate: gate.missing_bytes))
 
 
+def refuse_beyond(opened: "OpenedModel", rank: int, total_bytes: int) -> None:
+    """The same against all memory that the machine has, whoever holds it now: what no start could get. For a look at a
+    profile beside another that runs."""
+    apart = opened.settings.engine.device == "cuda" and not is_unified()
+    node = Node(apart, total_bytes, torch.cuda.get_device_properties().total_memory if apart else 0)
+    failed = [gate for gate in gates(opened, rank, node, started=False) if not gate.passes]
+    if failed:
+        gate = max(failed, key=lambda gate: gate.missing_bytes)
+        what = f"{gb(gate.asked_bytes)} are asked for, and this machine has {gb(gate.free_bytes)} in all"
+        raise UnavailableError(what, where=f"rank {rank}", hint=_what_fits(opened, node))
+
+
 def here(settings: Settings) -> Node | None:
     """This machine as a start finds it; None where nothing tells how much is free."""
     on_cuda = settings.engine.device == "cuda"
