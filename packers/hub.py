@@ -44,7 +44,8 @@ class Published(NamedTuple):
 
 
 class Repository:
-    """One commit of a repository, read by any number of threads. `fetched_bytes` counts the bytes of all bodies."""
+    """One commit of a repository, read by any number of threads. `fetched_bytes` counts the bytes of all bodies.
+    `tries`: failures in a row, without a byte between them, that are too many."""
 
     def __init__(
         self, name: str, commit: str, files: Mapping[str, Published], sleep: Callable[[float], object] = time.sleep
@@ -52,6 +53,7 @@ class Repository:
         self.name, self.commit, self.files = name, commit, files
         self.sizes: Mapping[str, int] = {file: said.size for file, said in files.items()}
         self.fetched_bytes = 0
+        self.tries = TRIES
         self._sleep, self._count = sleep, threading.Lock()
         self._shards: dict[str, Shard] = {}
 
@@ -102,7 +104,7 @@ class Repository:
                 failures = 0
             except _Broken as broken:
                 failures = 1 if came else failures + 1
-                if failures > TRIES:
+                if failures > self.tries:
                     raise UnavailableError(
                         f"{broken} ({failures} times in a row)",
                         where=f"{self.name}/{file}",

@@ -50,6 +50,10 @@ class Target:
     def nbytes(self) -> int:
         return self.published.size
 
+    @property
+    def is_published(self) -> bool:
+        return bool(self.published.sha256 or self.published.git)
+
 
 def whole(repository: Repository, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Target]:
     """Every file but hidden ones; `include`, `exclude`: shell patterns of names. Raises UsageError for a pattern that

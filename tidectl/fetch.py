@@ -27,6 +27,7 @@ from tidectl.waiting import Item, Show, waiting
 from tided.errors import DataError, UnavailableError, UsageError
 
 RATE_S = 15.0  # over which a rate is told
+PATIENT_TRIES = 40  # a router that starts anew takes minutes, and nobody watches for hours: a quarter of an hour
 SPARE_BYTES = 256 << 20  # of the file system, for what else is written meanwhile
 
 
@@ -86,8 +87,31 @@ class Plan:
     def missing(self) -> list[Target]:
         return [target for target in self.targets if target.name not in self.here]
 
+    @property
+    def changed(self) -> list[str]:
+        """Files of ours that have been written to since."""
+        names = (target.name for target in self.missing if target.name in self.manifest.files)
+        return sorted(name for name in names if _size(self.directory / name) is not None)
+
     def come_bytes(self, target: Target) -> int:
+        """Of a file that is not known to be whole. One of its size may be it: it is compared first."""
+        if target.is_published and _size(self.directory / target.name) == target.nbytes:
+            return target.nbytes
         return part_bytes(self.directory / target.name, target.nbytes)
+
+    def look(self) -> None:
+        """What is here. Raises UsageError for files that are in the way, UnavailableError where another fetch came
+        between."""
+        found = read_manifest(self.directory) or self.manifest
+        if (found.repository, found.commit, found.kind) != (
+            self.manifest.repository,
+            self.manifest.commit,
+            self.manifest.kind,
+        ):
+            raise UnavailableError("another fetch has begun here", where=str(self.directory), hint="run it again")
+        self.manifest = found
+        self.here = {target.name for target in self.targets if _is_here(self, target)}
+        _refuse_others_files(self)
 
     @property
     def left_bytes(self) -> int:
@@ -103,8 +127,14 @@ def run(options: Options, as_json: bool) -> None:
         return
     nodes = Nodes(options.nodes, options.command(plan.repository.commit))
     with _alone(options.directory):
+        plan.look()  # a fetch that ended meanwhile may have brought all of it
         refuse_shortage(plan)
         say(_headline(plan))
+        if changed := plan.changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            say(
+                f"{changed[0]}{more} changed since they were fetched: compared now, and fetched again where they differ"
+            )
         try:
             _bring(options, plan, nodes, stop)
         except KeyboardInterrupt:
@@ -145,8 +175,9 @@ def make_plan(options: Options, stop: threading.Event, show: Show) -> Plan:
         targets, left_out = wanted.whole(repository, options.include, options.exclude), 0
     targets = _with_sums(targets, options.sums, repository)
     manifest = begun or Manifest(repository.name, repository.commit, options.revision, options.kind)
+    repository.tries = PATIENT_TRIES
     plan = Plan(repository, targets, manifest, options.directory, left_out)
-    plan.here = {target.name for target in targets if _is_here(plan, target)}
+    plan.look()
     return plan
 
 
@@ -297,6 +328,31 @@ def _is_here(plan: Plan, target: Target) -> bool:
     if entry is None or entry.bytes != target.nbytes or not is_untouched(plan.directory / target.name, entry):
         return False
     return not target.published.sha256 or target.published.sha256 == entry.sha256
+
+
+def _refuse_others_files(plan: Plan) -> None:
+    """A file that no fetch of ours brought is replaced where it may be a damaged copy, by its size; else it is
+    somebody's."""
+    strange = [
+        target.name
+        for target in plan.missing
+        if target.name not in plan.manifest.files
+        and (size := _size(plan.directory / target.name)) is not None
+        and not (target.is_published and size == target.nbytes)
+    ]
+    if strange:
+        more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+        raise UsageError(
+            f"{plan.directory} holds {strange[0]}{more}, which is not the repository's",
+            hint="name another directory with --to, or move it away: it would be overwritten",
+        )
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def test_what_is_left_beside_it(hub: Hub, source: Path, tmp_path: Path) -> None:
     assert found.files["config.json"].by == "git"
 
 
-def test_the_sums_beside_it_find_one_bit(hub: Hub, tmp_path: Path) -> None:
+def test_the_sums_beside_it_find_one_bit(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bring(tmp_path)
     found = read_manifest(tmp_path)
     assert found is not None
@@ -130,7 +130,9 @@ def test_the_sums_beside_it_find_one_bit(hub: Hub, tmp_path: Path) -> None:
     assert "config.json: 2 bytes, not" in told
     assert "tokenizer.json: cannot be read" in told
     assert "model-1" not in told
-    bring(tmp_path)  # which mends it
+    capsys.readouterr()
+    bring(tmp_path)  # which mends it, and says so
+    assert "config.json and 1 more changed since they were fetched" in capsys.readouterr().err
     assert list(faults(tmp_path, read_manifest(tmp_path) or found)) == []
 
 
@@ -183,6 +185,27 @@ def test_files_that_are_here_already_are_looked_at_and_kept(hub: Hub, source: Pa
     assert contents(tmp_path) == contents(source)
     large = sum(len(body) for name, body in contents(source).items() if name.startswith("model-"))
     assert hub.sent_bytes == visible_bytes(source) - large + damaged.stat().st_size
+
+
+def test_nobody_s_file_is_overwritten(hub: Hub, tmp_path: Path) -> None:
+    """Of its size it may be a damaged copy; else somebody made it."""
+    (tmp_path / "config.json").write_text("mine")
+    with pytest.raises(UsageError, match=r"holds config\.json, which is not"):
+        bring(tmp_path)
+    assert (tmp_path / "config.json").read_text() == "mine"
+    assert hub.sent_bytes == 0
+    bring(tmp_path / "whole")
+    (tmp_path / "whole" / manifest.NAME).unlink()
+    with pytest.raises(UsageError, match="and 2 more, which is not"):  # the index, two shards of experts
+        bring(tmp_path / "whole", dense=True)
+
+
+def test_room_is_not_wanted_for_what_is_here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bring(tmp_path)
+    (tmp_path / manifest.NAME).unlink()
+    monkeypatch.setattr(fetch, "free_bytes", lambda directory: 0)
+    bring(tmp_path)
+    assert read_manifest(tmp_path) is not None
 
 
 def test_only_what_is_asked_for(hub: Hub, tmp_path: Path) -> None:
