@@ -521,16 +521,16 @@ def test_ended_at_any_point_it_goes_on(tmp_path: Path, options: tuple[str, ...])
         assert ended(hub, address, tmp_path / "once", options, 0, by=0) == 0
         wanted_bytes, hub.sent_bytes = sum(map(len, contents(tmp_path / "once").values())), 0
         hub.bytes_per_s = wanted_bytes // 4
-        points = [chance.randrange(wanted_bytes // 20, wanted_bytes // 5) for _ in range(4)]
+        points = [chance.randrange(wanted_bytes // 20, wanted_bytes // 4) for _ in range(3)]
         codes = [ended(hub, address, here, options, point, by=signal.SIGKILL) for point in points[1:]]
         codes.append(ended(hub, address, here, options, points[0], by=signal.SIGINT))
         hub.bytes_per_s = 0
         assert ended(hub, address, here, options, 0, by=0) == 0
-    assert codes == [-signal.SIGKILL] * 3 + [130]
+    assert codes == [-signal.SIGKILL] * 2 + [130]
     assert contents(here) == contents(tmp_path / "once")
-    headers = 5 * 8 * 2000 if options else 0  # each plan of dense weights reads them
+    headers = 4 * 8 * 2000 if options else 0  # each plan of dense weights reads them
     # A process that is killed loses what was on its way: a megabyte stands for the sockets' buffers.
-    assert hub.sent_bytes < wanted_bytes + headers + 5 * (1 << 20)
+    assert hub.sent_bytes < wanted_bytes + headers + 4 * (1 << 20)
 
 
 # A manifest that is none

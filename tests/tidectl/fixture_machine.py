@@ -103,7 +103,9 @@ def view_on(machine: Machine, tmp_path: Path, made: Settings | None = None, **fi
     return view
 
 
-def running(view: View, **health: Any) -> View:
+def running(view: View, **measured: Any) -> View:
+    """The profile serves, and /health has what its start measured."""
+    health = {"status": "ok", "engine_config": measured}
     view.running = Snapshot("serving", str(view.profile), "http://x", 1.0, [], health, [], None)
     return view
 

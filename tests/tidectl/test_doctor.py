@@ -361,6 +361,8 @@ def test_a_disk_that_was_not_measured(view: View) -> None:
     view.engine = Scripts(reads=Answer("reads", crash="the process ended with -7"))
     assert disks.rate(view).verdict == "fail"
     assert disks.rate(running(view)).verdict == "skip"
+    view.running = view.running._replace(profile="/another.toml")
+    assert "something else runs" in disks.rate(view).evidence
 
 
 def test_room_for_the_state(machine: Scripted, view: View) -> None:
@@ -585,11 +587,11 @@ def test_what_is_not_asked_for_is_skipped(machine: Scripted, tmp_path: Path) -> 
 def test_a_process_that_ends_without_an_answer(tmp_path: Path) -> None:
     told = json.dumps({"question": "torch", "value": {}})
     code = f"import sys; print('noise'); print({told!r}, flush=True); sys.exit('broken driver')"
-    engine = Examined(tmp_path, [0], [sys.executable, "-c", code])
+    engine = Examined(tmp_path, [0], True, [sys.executable, "-c", code])
     assert engine.answer("torch", 20).fault == ""
     assert engine.answer("needs", 20).fault == "it crashed: the process ended with 1: broken driver"
     engine.close()
-    slow = Examined(tmp_path, [0], [sys.executable, "-c", "import time; time.sleep(60)"])
+    slow = Examined(tmp_path, [0], True, [sys.executable, "-c", "import time; time.sleep(60)"])
     assert slow.answer("torch", 0.05).crash == "no answer in 0 s"
     slow.close()
 
@@ -727,6 +729,7 @@ def test_examine_tells_a_damaged_checkpoint(tmp_path: Path) -> None:
     from tided.engine.examine import answers
     from tided.profile import load
 
-    told = list(answers(load(profile), [0]))
+    told = list(answers(load(profile), [0], at_rest=True))
     assert [one.question for one in told] == ["torch", "checkpoint", "inventory", "needs", "reads"]
     assert all("no such directory" in one.what for one in told[1:])
+    assert [one.question for one in answers(load(profile), [0], at_rest=False)][-1] == "needs"

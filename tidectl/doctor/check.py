@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tidectl.doctor.engine import Engine
 from tidectl.doctor.machine import Machine
@@ -62,13 +62,24 @@ class View:
     def is_running(self) -> bool:
         """The profile's own ranks hold memory and ports here. A node keeps the profile that it runs as a file of its
         own, so what it says counts, and not where it is."""
-        if self.running.state == "stopped" or self.settings is None:
+        if not self.is_busy or self.settings is None:
             return False
         if self.running.profile == str(self.profile):
             return True
         with suppress(TideError):
             return load(self.running.profile) == self.settings
         return False
+
+    @property
+    def is_busy(self) -> bool:
+        """Something serves here, whatever: nothing may be measured that would slow it."""
+        return self.running.state != "stopped"
+
+    def measured(self, what: str) -> dict[str, Any]:
+        """What the running pair told of its start; empty: nothing."""
+        told = (self.running.health or {}).get("engine_config")
+        found = told.get(what) if isinstance(told, dict) else None
+        return found if isinstance(found, dict) else {}
 
     @property
     def on_cuda(self) -> bool:

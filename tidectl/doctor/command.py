@@ -96,7 +96,7 @@ def _row(node: str, one: Result) -> dict[str, Any]:
 
 def _engine(path: Path, view: View) -> Engine:
     assert view.settings is not None
-    return Examined(path, local_ranks(view.settings.parallel) or [0])
+    return Examined(path, local_ranks(view.settings.parallel) or [0], at_rest=not view.is_busy)
 
 
 def _examined(view: View, deep: bool) -> list[Result]:

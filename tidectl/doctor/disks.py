@@ -31,11 +31,13 @@ def direct(view: View) -> Finding:
 def rate(view: View) -> Finding:
     """Of what serves the figures of its start: a probe beside it would make its reads wait."""
     if view.is_running:
-        found = (view.running.health or {}).get("expert_reads")
-        if not isinstance(found, dict) or not found.get("curve"):
-            return skip("what runs here has measured none")
+        found = view.measured("expert_reads")
+        if not found.get("curve"):
+            return skip(str(found.get("not_measured") or "what runs here does not tell"))
         points = [(p["in_flight"], p["gb_s"] * 1e9, p["latency_ms"] / 1e3) for p in found["curve"]]
         return _judged(view, points, "measured when it was started")
+    if view.is_busy:
+        return skip("something else runs here, and a probe would slow it")
     answer = view.engine.answer("reads", ANSWER_S)
     if answer.fault:
         return skip(answer.fault) if not answer.crash else fail(answer.fault, "this is a mistake of ours, or a disk's")

@@ -41,11 +41,11 @@ class Engine:
 
 
 class Examined(Engine):
-    """A process that answers all questions in its order."""
+    """A process that answers all questions in its order; `at_rest`: also those that read the disk for a second."""
 
-    def __init__(self, profile: Path, ranks: Sequence[int], command: Sequence[str] = ()) -> None:
+    def __init__(self, profile: Path, ranks: Sequence[int], at_rest: bool, command: Sequence[str] = ()) -> None:
         command = command or (sys.executable, "-P", "-m", "tided.engine.examine")
-        line = [*command, str(profile), *map(str, ranks)]
+        line = [*command, str(profile), *map(str, ranks), *(["--at-rest"] if at_rest else [])]
         self._process = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
         )

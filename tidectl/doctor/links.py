@@ -19,7 +19,7 @@ JUMBO_BYTES = 9000
 PING_OVERHEAD_BYTES = 28  # of IPv4 and ICMP
 MOST_GIDS = 256
 SLOW_SUM_S, SLOW_LARGE_BYTES_PER_S = 500e-6, 5e9  # of a pair over RoCE: a sum of 40 KB, and of 8 MB
-MEET_S = 40.0
+MEET_S = 60.0
 ADDRESS = re.compile(r"^\d+: (\S+)\s+inet (\S+?)/", re.M)
 
 
@@ -147,9 +147,9 @@ def collective(view: View) -> Finding:
     if view.settings.parallel.ranks == 1:
         return skip("one rank adds nothing over a link")
     if view.is_running:
-        found = (view.running.health or {}).get("data_plane")
+        found = view.measured("data_plane")
         return _judged(view, found, "measured when it was started") if found else skip("what runs here does not tell")
-    if view.running.state != "stopped":
+    if view.is_busy:
         return skip("something else runs here, and a trial would slow it")
     if view.peers and (view.alone or 0 not in view.ranks_here):
         return skip("its ranks are on several nodes: rank 0's own, without --here, makes a trial")

@@ -32,7 +32,7 @@ CHECKS: tuple[Check, ...] = (
     Check("memory.available", memory.available, limit_s=130),
     Check("weights.packs", weights.packs, limit_s=130, needs="profile"),
     Check("disk.rate", disks.rate, limit_s=130, needs="profile"),
-    Check("link.collective", links.collective, limit_s=60, needs="profile"),
+    Check("link.collective", links.collective, limit_s=90, needs="profile"),
     Check("weights.sums", weights.sums, limit_s=DEEP_S, needs="profile", deep=True),
     Check("weights.pack_sums", weights.pack_sums, limit_s=DEEP_S, needs="profile", deep=True),
 )

@@ -1,5 +1,5 @@
 """What only the engine's own code can tell of a machine and a profile, for `tidectl doctor`: `python -m
-tided.engine.examine PROFILE RANK...` prints one JSON line a question, and takes no memory for weights.
+tided.engine.examine PROFILE RANK... [--at-rest]` prints one JSON line a question, and takes no memory for weights.
 
 A process of its own: a driver that hangs or crashes ends this one, and what it had told by then counts.
 """
@@ -15,6 +15,7 @@ import msgspec
 from tided.errors import TideError
 from tided.settings import Settings
 
+AT_REST = "--at-rest"
 Value = dict[str, Any]
 
 
@@ -118,10 +119,11 @@ class Examination:
 QUESTIONS: tuple[str, ...] = ("torch", "checkpoint", "inventory", "needs", "packs", "reads")
 
 
-def answers(settings: Settings, ranks: Sequence[int]) -> Iterator[Told]:
+def answers(settings: Settings, ranks: Sequence[int], at_rest: bool) -> Iterator[Told]:
+    """`at_rest`: nobody is served here whom a probe of the disk would slow."""
     examination = Examination(settings, ranks)
     for question in QUESTIONS:
-        if question == "packs" and settings.experts.source != "pack":
+        if (question == "packs" and settings.experts.source != "pack") or (question == "reads" and not at_rest):
             continue
         yield _answer(question, getattr(examination, question))
 
@@ -138,7 +140,9 @@ def _answer(question: str, ask: Callable[[], Value]) -> Told:
 def main() -> int:
     from tided.profile import load
 
-    for told in answers(load(sys.argv[1]), [int(rank) for rank in sys.argv[2:]]):
+    profile, *words = sys.argv[1:]
+    at_rest = words[-1:] == [AT_REST]
+    for told in answers(load(profile), [int(rank) for rank in words if rank != AT_REST], at_rest):
         sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
         sys.stdout.flush()
     return 0
