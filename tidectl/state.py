@@ -39,6 +39,17 @@ def chosen_dir() -> Path:
     return (Path(base) if base.startswith("/") else Path.home() / ".local" / "state") / "tidelm"
 
 
+def hand_over(made: Path) -> None:
+    """Gives what root has just made in the state directory to whom that belongs: the service, which could not write it
+    otherwise. `made`: a file, or a directory with files."""
+    if os.geteuid() != 0:
+        return
+    owner = chosen_dir().stat()
+    for path in (made, *(made.iterdir() if made.is_dir() else ())):
+        if path.lstat().st_uid != owner.st_uid:
+            os.lchown(path, owner.st_uid, owner.st_gid)
+
+
 def _make_private(path: Path, found: os.stat_result) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if not mode & 0o077:

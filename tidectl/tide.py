@@ -16,7 +16,7 @@ from packers.overlay import digest_of, identity_under
 from packers.shards import Checkpoint
 from tidectl import fits, profiles, runner, running
 from tidectl.output import console, emit, plain, say
-from tidectl.state import state_dir
+from tidectl.state import hand_over, state_dir
 from tided.control.files import write_private
 from tided.errors import DataError, NotRunningError, UnavailableError, UsageError
 from tided.profile import load
@@ -97,6 +97,7 @@ def import_(file: Path, profile: Path | None, merge: bool, replace: bool, as_jso
         history.replace(added(history.demand, new.demand))
     finally:
         history.close()
+        hand_over(_directory())
     if history.note or aside:
         say(history.note or f"the history so far is now {aside}")
     _done("import", as_json, f"{history.demand.requests} requests", {"aside": _text(aside)}, history.demand.requests)

@@ -4,9 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.units.box import Box, box
+from tests.units.serving import RANKS, prepare
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,3 +41,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = make("install", f"DESTDIR={destination}", "PREFIX=/opt/tidelm", f"PYTHON={python}")
     assert done.returncode == 0, done.stdout + done.stderr
     return destination
+
+
+@pytest.fixture(scope="module")
+def node(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    """One that has the service and a profile for two ranks; nothing runs."""
+    with box(tmp_path_factory.mktemp("node"), installed) as inside:
+        prepare(inside)
+        yield inside
+
+
+@pytest.fixture
+def pair(node: Box) -> Box:
+    """Serving; the limits of starts count anew for each test."""
+    node("systemctl", "reset-failed")
+    node("systemctl", "start", *RANKS)
+    return node

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.units.box import box, curl, join, missing
+from tests.units.serving import KEY, PORT, RANKS, asked, facts, prepare, restarted
 
 pytestmark = [
     pytest.mark.systemd,
@@ -16,38 +17,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
 ]
 
-PORT = 8000
-KEY = "key-of-a-test"
 CAP_SYS_RESOURCE = 1 << 24
-RANKS = ("tided@pair:0.service", "tided@pair:1.service")
-
-PROFILE = """
-[model]
-path = "{minis}/deepseek"
-served_name = "mini"
-[experts]
-resident = 312
-spare_slots = 8
-read_threads = 2
-[cache]
-context_tokens = 4096
-pool_tokens = 8192
-[parallel]
-ranks = 2
-step_timeout_s = 20
-peer_timeout_s = 8
-{parallel}
-[server]
-api_keys_credential = "api-keys"
-thinking = false
-"""
-
-SHORTER = """
-[Service]
-RestartSec=1
-WatchdogSec=12
-TimeoutAbortSec=3
-"""
 
 # Started in place of the daemon. In the next step of its rank it does what a file says, once: `hang` sleeps and lets
 # the loop run, `hold` sleeps and holds the interpreter, so that nothing of the process runs any more.
@@ -78,34 +48,6 @@ ExecStart=/opt/tidelm/venv/bin/python /srv/faulty.py --instance %i
 """
 
 
-@pytest.fixture(scope="module")
-def node(installed, tmp_path_factory):
-    with box(tmp_path_factory.mktemp("node"), installed) as inside:
-        prepare(inside)
-        yield inside
-
-
-@pytest.fixture
-def pair(node):
-    """Serving; the limits of starts count anew for each test."""
-    node("systemctl", "reset-failed")
-    node("systemctl", "start", *RANKS)
-    return node
-
-
-def prepare(inside, parallel=""):
-    inside("/opt/tidelm/bin/tidectl", "service", "install", "--prefix", "/opt/tidelm")
-    inside.write("/etc/systemd/system/tided@.service.d/shorter.conf", SHORTER)
-    inside("systemctl", "daemon-reload")
-    site = inside("/opt/tidelm/venv/bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-    inside.write("/etc/tidelm/pair.toml", PROFILE.format(minis=f"{site}/minis", parallel=parallel))
-    inside.write("/etc/tidelm/api-keys", KEY + "\n", mode=0o600)
-
-
-def asked(inside, words="What is the capital of Norway?"):
-    return inside.ask(PORT, words, key=KEY)["choices"][0]["message"]["content"]
-
-
 def status_of(inside, pid, *names):
     rows = dict(line.split(":", 1) for line in inside("cat", f"/proc/{pid}/status").splitlines())
     return [rows[name].split() for name in names]
@@ -115,22 +57,6 @@ def limits(inside, pid):
     """(soft, hard) by name."""
     lines = inside("cat", f"/proc/{pid}/limits").splitlines()
     return {line[:26].strip(): line[26:].split()[:2] for line in lines}
-
-
-def restarted(inside, before, timeout_s=240):
-    """Both ranks serve again, as other processes; how often each was started again since."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        now = {unit: inside.show(unit, "ActiveState", "MainPID", "NRestarts") for unit in RANKS}
-        new = [now[unit]["MainPID"] not in ("0", before[unit]["MainPID"]) for unit in RANKS]
-        if all(new) and {state["ActiveState"] for state in now.values()} == {"active"}:
-            return [int(now[unit]["NRestarts"]) - int(before[unit]["NRestarts"]) for unit in RANKS]
-        assert time.monotonic() < deadline_s, "\n".join(inside.journal(unit) for unit in RANKS)
-        time.sleep(0.2)
-
-
-def facts(inside):
-    return {unit: inside.show(unit, "MainPID", "NRestarts") for unit in RANKS}
 
 
 def test_installing_made_the_user_and_its_directories(node):
