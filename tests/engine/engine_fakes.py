@@ -97,7 +97,12 @@ class FakeModel:
     def prefill(self, lane, token_ids, logits, pictured=None):
         self.calls.append(("prefill", len(token_ids)))
         rows = torch.stack([self._append(lane, token) for token in token_ids.tolist()])
-        return {"none": None, "last": rows[-1:], "all": rows, "rows": rows}[logits]
+        return {"none": None, "last": rows[-1:], "all": rows}[logits]
+
+    def prefill_by_layer(self, lane, token_ids, pictured=None):
+        for _ in range(LAYERS - 1):
+            yield
+        return self.prefill(lane, token_ids, "all")
 
     def logits(self, rows):
         self.calls.append(("head", len(rows)))

@@ -202,6 +202,9 @@ def audited(living: Living, asked, ids: list[int], reason: str):
 def test_an_audit_finds_what_residency_changed_and_nothing_else(path, total, ranks):
     """At half of the experts a fast answer is another one, and an exact one is not: greedy, or drawn and penalised."""
     living = Living(opened(ranks, path=path, resident=total // 2))
+    beside = replace(ask("beside", PROMPT[40:70], 8, temperature=0.0), fidelity="exact")
+    living.submit(beside)
+    living.rest()
     draws = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 6, "presence_penalty": 1.0}]
     differ = 0
     for at, draw in enumerate(draws):
@@ -227,6 +230,18 @@ def test_an_audit_finds_what_residency_changed_and_nothing_else(path, total, ran
         if first < len(drawn):
             assert found.differences[0].exact_id == living.tokens(exact.request_id)[first]
     assert differ > 0
+    # Somebody asks between two layers of an audit's chunk: neither notices the other.
+    again_ = replace(again(Answered(fast, drawn, "length"), "interrupted", "exact"))
+    living.submit(again_)
+    living.turn(3)
+    steps = living.engine.seq
+    living.submit(replace(beside, request_id="later"))
+    living.rest()
+    assert living.tokens("later") == living.tokens("beside")
+    assert living.engine.seq > steps
+    told_ = [x for e in living.events if isinstance(e, Scored) and e.request_id == "interrupted" for x in e.logprobs]
+    whole = [x for e in living.events if isinstance(e, Scored) and e.request_id == "exact fast 1" for x in e.logprobs]
+    assert told_ == whole
     living.check()
     living.close()
 

@@ -2,7 +2,7 @@
 pages."""
 
 import pytest
-from engine_fakes import LIMITS, Bench, FakePilot, request
+from engine_fakes import LAYERS, LIMITS, Bench, FakePilot, request
 from msgspec.structs import replace
 
 from tided.engine.scheduler import Limits
@@ -38,14 +38,14 @@ LIVE = [request("live", prompt=20, max_tokens=6, temperature=1.0, seed=3), reque
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("before", [0, 1, 3])
+@pytest.mark.parametrize("before", [0, 1, 3, 4, 7])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_request_takes_as_many_steps_as_if_there_were_no_background(lanes, before, count):
     plain, beside = bench(lanes=lanes), bench(lanes=lanes)
     wanted = steps_to_answer(plain, *LIVE[:count])
     beside.submit(behind())
     beside.turn(before)
-    assert scores(beside) == (8 * before if before < 5 else 39)
+    assert scores(beside) == 8 * (before // LAYERS)
     assert steps_to_answer(beside, *LIVE[:count]) == wanted
     for one in LIVE[:count]:
         assert beside.tokens(one.request_id) == plain.tokens(one.request_id)

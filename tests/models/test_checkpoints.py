@@ -12,6 +12,7 @@ from packers.shards import Checkpoint
 from tests.models.random_checkpoint import golden_config, released_config, write_checkpoint
 from tests.models.rig import CPU, GOLDEN, full_bank, load_model, settings
 from tided.errors import ConfigError, ContextOverflowError, DataError, TensorError, UnavailableError
+from tided.models.base import through
 from tided.models.deepseek_v41 import weights
 from tided.models.deepseek_v41.config import read_config
 from tided.models.deepseek_v41.names import expected_tensors
@@ -203,12 +204,11 @@ def test_a_pool_that_is_full_leaves_lanes_as_they_were(prompt):
     assert torch.equal(model.decode([second], torch.tensor([5])), wanted)
 
 
-@pytest.mark.parametrize("wanted", ["all", "rows"])
-def test_where_every_row_is_asked_for_every_row_takes_the_whole_path(prompt, wanted):
+def test_where_every_row_is_asked_for_every_row_takes_the_whole_path(prompt):
     bounded, full = (load_model(decoder_replay=replay) for replay in ("bounded", "full"))
-    rows = [model.prefill(model.open_lane(0), prompt, wanted) for model in (bounded, full)]
-    assert len(rows[0]) == len(prompt)
-    assert torch.equal(*rows)
-    assert torch.equal(
-        full.logits(rows[1]) if wanted == "rows" else rows[1], full.prefill(full.open_lane(1), prompt, "all")
-    )
+    wanted = full.prefill(full.open_lane(0), prompt, "all")
+    assert len(wanted) == len(prompt)
+    assert torch.equal(bounded.prefill(bounded.open_lane(0), prompt, "all"), wanted)
+    with torch.inference_mode():
+        rows = through(bounded.prefill_by_layer(bounded.open_lane(1), prompt))
+        assert torch.equal(bounded.logits(rows), wanted)

@@ -64,13 +64,15 @@ class Recall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Compute prompt tokens [start, start + count) of a lane; the last chunk also samples the first token. `count` 0:
     the whole prompt was restored, and the first token is drawn from the restored logits. `propose`: draft what may come
-    behind that token; `places`: so many tokens, 0: as many as the drafter gives."""
+    behind that token; `places`: so many tokens, 0: as many as the drafter gives. `a_part`: of a scored chunk a layer,
+    or the scores of some rows, and no more; steps of the same chunk follow until it is done."""
 
     lane: int
     start: int
     count: int
     propose: bool = False
     places: int = 0
+    a_part: bool = False
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -3,9 +3,8 @@ on a clock, a setting of the node or the rank's number, or decides by a value th
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from msgspec import structs
@@ -28,6 +27,8 @@ from tided.models.base import LaneState, Model
 from tided.models.parallel import Alone, Group
 
 Demand = tuple[Tensor, Tensor, Tensor]
+Scoring = Generator[None, None, tuple[Tensor, list[TokenLogprob], list[int]]]
+"""A chunk of a scored prompt in parts; gives its rows [T, hidden], and what `Outcome` has as `scores` and `redrawn`."""
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Lane:
     drawn: list[int] = field(default_factory=list)  # the answer so far, where penalties count it
     drafts: list[int] = field(default_factory=list)  # proposed to come after `token`
     sure: list[float] = field(default_factory=list)  # the drafter's confidence in each
+    scoring: Scoring | None = None  # of a scored prompt, the chunk in hand
 
     @property
     def asked(self) -> Request:
@@ -67,7 +69,7 @@ class Outcome:
     """What a step made: (lane, token) in row order, the log probabilities of lanes that asked, in the same order, those
     of a scored prompt's next tokens, what would be drawn in place of an answer's among them, the demand of a prompt
     that is complete, and the digest if due. `failed`: lanes whose rows were computed without an expert that they waited
-    for; they have no tokens, and no other is touched."""
+    for; they have no tokens, and no other is touched. `unfinished`: the chunk goes on in steps that follow."""
 
     tokens: list[tuple[int, int]] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class Outcome:
     prompt_demand: Demand | None = None
     digest: str = ""
     failed: dict[int, Lost] = field(default_factory=dict)
+    unfinished: bool = False
 
 
 class Executor:
@@ -244,20 +247,22 @@ class Executor:
     def _prefill(self, work: Prefill, outcome: Outcome) -> None:
         lane = self.lanes[work.lane]
         prompt = lane.request.prompt_ids
-        if lane.state.position != work.start:
+        if lane.state.position != work.start and lane.scoring is None:
             raise PairError(f"lane {work.lane} stands at {lane.state.position}, its chunk begins at {work.start}")
         self._begin([work.lane])
         end = work.start + work.count
         lane.masks.add(self.residents.mask_hash)
         if work.count:
-            ids = torch.tensor(prompt[work.start : end], dtype=torch.int64)
-            pictured = self.sight.of_chunk(work.lane, lane.request, work.start, end)
             last = end == len(prompt)
-            wanted: Literal["none", "last", "rows"] = "rows" if lane.request.scored else "last" if last else "none"
-            logits = self.model.prefill(lane.state, ids, wanted, pictured)
-            if wanted == "rows" and logits is not None:
-                self._score(lane, logits, work.start + 1, outcome)
-                logits = self.model.logits(logits[-1:]) if last else None
+            if lane.request.scored:
+                rows = self._score(lane, work, outcome)
+                if rows is None:
+                    return
+                logits = self.model.logits(rows[-1:]) if last else None
+            else:
+                ids = torch.tensor(prompt[work.start : end], dtype=torch.int64)
+                pictured = self.sight.of_chunk(work.lane, lane.request, work.start, end)
+                logits = self.model.prefill(lane.state, ids, "last" if last else "none", pictured)
             lane.logits = logits if self.caching.plan.snapshots else None
         else:
             logits = None if lane.logits is None else lane.logits.to(self._device)
@@ -267,15 +272,37 @@ class Executor:
             outcome.prompt_demand = self.tap.take(work.lane)
             self._propose([lane], work.propose, work.places)
 
-    def _score(self, lane: Lane, rows: Tensor, first: int, outcome: Outcome) -> None:
-        """rows [T, hidden] of a chunk, before the tokens from position `first` on; none follows a prompt's last."""
-        request, asked = lane.request, lane.asked
-        following = request.prompt_ids[first : first + len(rows)]
+    def _score(self, lane: Lane, work: Prefill, outcome: Outcome) -> Tensor | None:
+        """A chunk of a scored prompt, or a part of it: its rows [T, hidden]; None: there is more to do."""
+        lane.scoring = lane.scoring or self._scoring(lane, work)
+        while True:
+            try:
+                next(lane.scoring)
+            except StopIteration as end:
+                rows: Tensor
+                rows, outcome.scores, outcome.redrawn = end.value
+                lane.scoring = None
+                return rows
+            if work.a_part:
+                outcome.unfinished = True
+                return None
+
+    def _scoring(self, lane: Lane, work: Prefill) -> Scoring:
+        """Layer by layer, then the scores of the tokens that follow, some rows at a time; none follows a prompt's
+        last."""
+        request, asked, end = lane.request, lane.asked, work.start + work.count
+        ids = torch.tensor(request.prompt_ids[work.start : end], dtype=torch.int64)
+        pictured = self.sight.of_chunk(work.lane, request, work.start, end)
+        rows = yield from self.model.prefill_by_layer(lane.state, ids, pictured)
+        first, told, drawn = work.start + 1, list[TokenLogprob](), list[int]()
+        following = request.prompt_ids[first : end + 1]
+        answer = request.prompt_ids[request.redrawn_from :]
         for at, logits in pieces(self.model.logits, rows, len(following)):
-            outcome.scores += logprobs(logits, following[at : at + len(logits)], request.scored_top)
-            if request.redrawn_from:
-                answer = request.prompt_ids[request.redrawn_from :]
-                outcome.redrawn += redrawn(logits, first + at, asked, answer)
+            if at:
+                yield
+            told += logprobs(logits, following[at : at + len(logits)], request.scored_top)
+            drawn += redrawn(logits, first + at, asked, answer) if request.redrawn_from else []
+        return rows, told, drawn
 
     def _save(self, index: int) -> None:
         """The lane's context becomes a snapshot; a strict one, unless the routable set changed on the way."""

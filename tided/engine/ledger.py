@@ -171,6 +171,11 @@ class Ledger:
 
     def _prefilled(self, work: Prefill, outcome: Outcome, seconds: float) -> None:
         stats = self._stats(work.lane)
+        if outcome.unfinished:
+            stats.prefill_s += seconds
+            return
+        if work.a_part:
+            self._scheduler.finished_chunk(work)
         stats.chunk(work.count, seconds)
         if outcome.scores:
             self.events.append(Scored(stats.request.request_id, outcome.scores, outcome.redrawn))

@@ -9,8 +9,8 @@ context goes to disk, its lane's number stays its own. It comes back, the oldest
 others leave it room to go on for a while. The oldest is never parked: one request always fits, so all end.
 
 A request in the background (`Request.background`) runs while there is nobody else: not beside answers, not before who
-waits, and without a lane or a page that somebody else needs. One at a time: it goes on when all others have ended, or
-ends without a result (`gave_way`).
+waits, and without a lane or a page that somebody else needs. One at a time, a layer of a chunk a step: who asks waits
+for no more. It goes on when all others have ended, or ends without a result (`gave_way`).
 """
 
 from collections import deque
@@ -61,9 +61,11 @@ class Running:
         return self.computed + max(0, self.drawn - 1)
 
     def chunk(self, chunk_tokens: int) -> Prefill:
-        """The next chunk of the prompt. Chunks end at multiples of `chunk_tokens` whatever runs beside them: a snapshot
-        at such a place is what a computation from the start would have there."""
+        """The next chunk of the prompt; in the background a part of it. Chunks end at multiples of `chunk_tokens`
+        whatever runs beside them: a snapshot at such a place is what a computation from the start would have there."""
         start, count = self.computed, self.next_tokens(chunk_tokens)
+        if self.request.background:
+            return Prefill(self.lane, start, count, a_part=True)
         self.computed, self.undrawn = start + count, False
         return Prefill(self.lane, start, count)
 
@@ -201,6 +203,10 @@ class Scheduler:
         self.recalls.left(lane)
         self.depths.forget(lane)
         return running
+
+    def finished_chunk(self, work: Prefill) -> None:
+        """Of a chunk in parts the last one is done."""
+        self.running[work.lane].computed = work.start + work.count
 
     def drew(self, lane: int, tokens: int) -> None:
         """The answer has so many tokens more."""

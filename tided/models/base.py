@@ -1,6 +1,6 @@
 """What the engine asks of a model family. One module a family implements it; the engine knows nothing else of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -8,6 +8,20 @@ from torch import Tensor
 
 # (place in the block, logits [R, V]) -> the tokens [R] int64 that are proposed there
 Choose = Callable[[int, Tensor], Tensor]
+
+
+Layers = Generator[None, None, Tensor]
+"""A pass that stops before each layer but the first."""
+
+
+def through(layers: Layers) -> Tensor:
+    """What it gives, without a stop."""
+    while True:
+        try:
+            next(layers)
+        except StopIteration as end:
+            rows: Tensor = end.value
+            return rows
 
 
 @dataclass(frozen=True)
@@ -75,11 +89,15 @@ class Model(Protocol):
         self,
         lane: LaneState,
         token_ids: Tensor,
-        logits: Literal["none", "last", "all", "rows"],
+        logits: Literal["none", "last", "all"],
         pictured: Pictured | None = None,
     ) -> Tensor | None:
-        """Appends `token_ids` [T] int64 to the lane. Returns fp32 logits [1, vocab] ("last"), [T, vocab] ("all"), or
-        the rows that `logits` takes, [T, hidden] ("rows")."""
+        """Appends `token_ids` [T] int64 to the lane. Returns fp32 logits [1, vocab] ("last"), [T, vocab] ("all")."""
+        ...
+
+    def prefill_by_layer(self, lane: LaneState, token_ids: Tensor, pictured: Pictured | None = None) -> Layers:
+        """The same a layer at a time; gives the rows that `logits` takes, [T, hidden]. Between two layers other lanes
+        may be computed. The lane stands where it stood until the end, and may be nothing but closed before."""
         ...
 
     def logits(self, rows: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from kernels.linear import Fp8Matrix
 from kernels.linear_triton import Ending
 from kernels.rows import ROWS
 from tided.cache.pool import PAGE_TOKENS
-from tided.models.base import Pictured
+from tided.models.base import Layers, Pictured
 from tided.models.deepseek_v41.attention import Attention
 from tided.models.deepseek_v41.block import Block, HyperConnection
 from tided.models.deepseek_v41.engram_rows import Asked
@@ -78,12 +78,14 @@ class Chunk:
         self._places: Tensor | None = None  # what the last index source selected
         self._pool: tuple[Indexer, Tensor] | None = None  # who limits later layers, and to what [T, blocks] uint8
 
-    def run(self, token_ids: Tensor, asked: dict[int, Asked], bounded: bool, pictured: Pictured | None) -> Tensor:
-        """As `DeepseekV41.run`."""
+    def layers(self, token_ids: Tensor, asked: dict[int, Asked], bounded: bool, pictured: Pictured | None) -> Layers:
+        """As `DeepseekV41.layers`."""
         model, first = self.model, model_streams(self.model, token_ids, pictured)
         streams, pre, taps = first, one_hot(first), list[Tensor]()
         partial: Tensor | None = None
         for number, block in enumerate(model.blocks):
+            if number:
+                yield
             if block.layer in model.engrams.layers:
                 streams = self._engram(block.layer, streams, asked[block.layer])
             if bounded and block.layer == model.last_kv_source:

@@ -14,7 +14,7 @@ from tided.cache.context import Context, ContextShape
 from tided.cache.pool import Pool
 from tided.errors import ConfigError
 from tided.images.geometry import Size
-from tided.models.base import Choose, Draft, LaneState, Pictured
+from tided.models.base import Choose, Draft, LaneState, Layers, Pictured, through
 from tided.models.deepseek_v41.block import Block
 from tided.models.deepseek_v41.captured import DecodeSteps
 from tided.models.deepseek_v41.drafter import Drafter
@@ -60,19 +60,23 @@ class DeepseekV41(PagedLanes):
         self,
         lane: LaneState,
         token_ids: Tensor,
-        logits: Literal["none", "last", "all", "rows"],
+        logits: Literal["none", "last", "all"],
         pictured: Pictured | None = None,
     ) -> Tensor | None:
         """See `Model`. Raises UnavailableError when the pool is short, ContextOverflowError past context_tokens, both
         before anything changed. Where every row is asked for, every row takes the whole path, also under bounded
         replay."""
-        bounded = self.replay == "bounded" and logits in ("none", "last")
+        bounded = self.replay == "bounded" and logits != "all"
         rows = self.forward([context_of(lane)], token_ids.view(1, -1), bounded, pictured)
         if logits == "none":
             return None
-        if logits == "rows":
-            return rows.clone()
         return self.logits(rows if logits == "all" else rows[-1:]).clone()  # an ordinary tensor again
+
+    def prefill_by_layer(self, lane: LaneState, token_ids: Tensor, pictured: Pictured | None = None) -> Layers:
+        """See `Model`. Every row takes the whole path. Raises as `prefill` does, before anything changed."""
+        context, count = context_of(lane), len(token_ids)
+        self.make_room([context], [count])
+        return (yield from self.layers(self.rotations.begin([context], count), token_ids, False, pictured))
 
     def image_tokens(self, height: int, width: int) -> int:
         return 0 if self.vision is None else self.vision.geometry.tokens(Size(height, width))
@@ -125,20 +129,26 @@ class DeepseekV41(PagedLanes):
     @torch.inference_mode()
     def run(self, step: Pass, token_ids: Tensor, bounded: bool, pictured: Pictured | None = None) -> Tensor:
         """token_ids [T] of the pass, whose lanes have the pages. Otherwise as `forward`."""
+        return through(self.layers(step, token_ids, bounded, pictured))
+
+    def layers(self, step: Pass, token_ids: Tensor, bounded: bool, pictured: Pictured | None) -> Layers:
+        """`run`, which stops before each layer but the first."""
         if pictured is not None:
             step.pictured = torch.zeros_like(step.positions, dtype=torch.bool).index_fill_(0, pictured.places, True)
         asked = self.engrams.ask(step, token_ids.cpu().numpy())
         if len(step.spans) == 1 and self.steps.serve(self, rows=1):
             from tided.models.deepseek_v41.chunk import Chunk  # a compiler, which a CPU need not have
 
-            return Chunk(self, step).run(token_ids, asked, bounded, pictured)
+            return (yield from Chunk(self, step).layers(token_ids, asked, bounded, pictured))
         streams = self.embedded(token_ids)
         if pictured is not None:
             streams[pictured.places] = pictured.rows.unsqueeze(1)
         pre = torch.zeros(streams.shape[:2], device=streams.device)
         pre[:, 0] = 1.0
         taps: list[Tensor] = []
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            if number:
+                yield
             engram = self.engrams.layers.get(block.layer)
             if engram is not None:
                 streams = engram.mix(streams, asked[block.layer], step)

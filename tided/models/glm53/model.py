@@ -13,7 +13,7 @@ from kernels.packed import Linear, product
 from tided.cache.context import After, ContextShape
 from tided.cache.pool import Pool
 from tided.errors import ConfigError
-from tided.models.base import Choose, Draft, LaneState, Pictured
+from tided.models.base import Choose, Draft, LaneState, Layers, Pictured, through
 from tided.models.glm53.block import Block
 from tided.models.glm53.drafter import Drafter
 from tided.models.glm53.step import Pass, Rotations
@@ -45,7 +45,7 @@ class Glm53(PagedLanes):
         self,
         lane: LaneState,
         token_ids: Tensor,
-        logits: Literal["none", "last", "all", "rows"],
+        logits: Literal["none", "last", "all"],
         pictured: Pictured | None = None,
     ) -> Tensor | None:
         """See `Model`. Raises UnavailableError when the pool is short, ContextOverflowError past context_tokens, both
@@ -55,9 +55,13 @@ class Glm53(PagedLanes):
         rows = self.run(self.rotations.begin(context, count), token_ids)
         if logits == "none":
             return None
-        if logits == "rows":
-            return rows.clone()
         return self.logits(rows if logits == "all" else rows[-1:]).clone()  # an ordinary tensor again
+
+    def prefill_by_layer(self, lane: LaneState, token_ids: Tensor, pictured: Pictured | None = None) -> Layers:
+        """See `Model`. Raises as `prefill` does, before anything changed."""
+        context, count = context_of(lane), len(token_ids)
+        self.make_room([context], [count])
+        return (yield from self.layers(self.rotations.begin(context, count), token_ids))
 
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """See `Model`. Taken in runs of at most ROWS rows: within them kernels compute row by row."""
@@ -78,8 +82,14 @@ class Glm53(PagedLanes):
     def run(self, step: Pass, token_ids: Tensor) -> Tensor:
         """token_ids [T] of the pass, whose lanes have the pages -> rows [T, D] before the final norm. Moves the lanes
         on."""
+        return through(self.layers(step, token_ids))
+
+    def layers(self, step: Pass, token_ids: Tensor) -> Layers:
+        """`run`, which stops before each layer but the first."""
         x = self.embedded(token_ids)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            if number:
+                yield
             x = block.forward(step, x)
         if self.drafter is not None:
             self.drafter.watch(step, token_ids, self.normed(x))
