@@ -246,6 +246,26 @@ def test_an_audit_finds_what_residency_changed_and_nothing_else(path, total, ran
     living.close()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_audit_whose_lane_is_needed_leaves_nothing_behind(ranks):
+    """In the middle of a chunk, between two layers, on every rank."""
+    living = Living(opened(ranks, path=GLM, resident=32, lanes=1))
+    asked = replace(ask("asked", PROMPT[:40], 6), fidelity="exact")
+    living.submit(asked)
+    living.rest()
+    wanted = living.tokens("asked")
+    living.submit(again(Answered(asked, wanted, "length"), "behind", "exact"))
+    living.turn(8)  # of a few layers a chunk: the second one is under way
+    assert living.end("behind") is None
+    assert living.ranks[0].executor.lanes[0].scoring is not None
+    living.submit(replace(asked, request_id="again"))
+    living.rest()
+    assert living.end("behind").reason == "cancelled"
+    assert living.tokens("again") == wanted
+    living.check()
+    living.close()
+
+
 def test_losses_are_those_of_the_answer_alone():
     """Not of its prompt."""
     asked = request("a", prompt=3)
