@@ -173,7 +173,7 @@ def _built(opened: OpenedModel, rank: int, pairs: Sequence[Pair], state_dir: Pat
     with _group(opened.settings, rank, loop) as (group, link):
         with _phase("model", loop), allocating(opened, rank):
             built = build_rank(opened, group, pairs, _Reporter(loop), state_dir / "cache" / f"rank-{rank}")
-        log.info("residents: %d experts, %d MB of slots", len(pairs), built.bank.slots.nbytes >> 20)
+        log.info("residents: %d experts, %d MB of slots", len(pairs), built.residents.arena_bytes >> 20)
         with closing(built):
             yield replace(built, link=link)
 

@@ -144,10 +144,14 @@ class FakeResidents:
     def reading(self) -> int:
         return len(self.under_way)
 
-    def read(self, number, pair, out) -> None:
+    def read(self, number, pair, out, joins=False) -> None:
+        assert not joins
         assert pair not in self.pairs
         assert pair not in self.ring
         self.under_way[number] = (pair, out)
+
+    def adopt(self, pairs) -> None:
+        assert not pairs
 
     def landed(self) -> list[int]:
         return self._new(lambda pair: pair not in self.fails)

@@ -30,6 +30,9 @@ class Fake:
         self.given.append(host)
         return host.view(-1), host
 
+    def reserved(self, nbytes):
+        raise RuntimeError("no addresses")
+
     def zeros(self, nbytes):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
@@ -139,7 +142,7 @@ def test_a_copied_slot_is_read_into_elsewhere(monkeypatch):
     """The device's memory never is what a read fills."""
     data = torch.zeros(4, RECORD.slot_bytes, dtype=torch.uint8)
     monkeypatch.setattr(
-        "tided.experts.arena.slots_on", lambda *_: Slots(data, None, placement.Placement(False, "a fake"))
+        "tided.experts.arena.slots_on", lambda *_, **__: Slots(data, None, placement.Placement(False, "a fake"))
     )
     arena = Arena(RECORD, 2, 1, torch.device("cpu"))
     monkeypatch.setattr(arena._staging, "of", lambda nbytes, _: (_ for _ in ()).throw(LookupError(nbytes)))

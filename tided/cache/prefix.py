@@ -87,6 +87,11 @@ class PrefixCache:
                 return [i for i, k in enumerate(keys) if self.holds(k)], number, snapshot
         return [], -1, None
 
+    @property
+    def room_bytes(self) -> int:
+        """Of memory, what may still be filled."""
+        return max(0, self._ram.budget_bytes - self._ram.used_bytes)
+
     def shed(self) -> int:
         """Gives up all that is in memory, and tells its bytes; what is on disk stays. Any thread may call: a rank that
         holds less makes all begin earlier, and nothing else."""

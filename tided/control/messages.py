@@ -95,26 +95,43 @@ class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Begin to read `pair` now, beside the work. `out`: the resident whose place it takes once it is published; None:
-    it joins the hot ring. `ticket` names the read from here on."""
+    it joins the hot ring, or takes a free place among the residents (`joins`). `ticket` names the read from here on."""
 
     ticket: int
     pair: tuple[int, int]
     out: tuple[int, int] | None = None
+    joins: bool = False
+
+    @property
+    def moves_residents(self) -> bool:
+        return self.joins or self.out is not None
+
+
+class Resize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """From now on there are places for so many residents, by size of records; `evict` leave, whose places these were.
+    Nothing is being read on any rank."""
+
+    residents: list[int]
+    evict: list[tuple[int, int]] = []
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What happens to the routable set before a step's work, in this order (C2). `publish`: reads that every rank has;
     `promote`: a resident and an entry of the ring exchange roles; `withdraw`: entries of the ring that leave;
-    `give_up`: reads that have ended on every rank, and not well on all; `load`: reads that begin."""
+    `give_up`: reads that have ended on every rank, and not well on all; `resize`; `adopt`: entries of the ring that
+    take free places among the residents; `load`: reads that begin."""
 
     publish: list[int] = []
     promote: list[Swap] = []
     withdraw: list[tuple[int, int]] = []
     load: list[Load] = []
     give_up: list[int] = []
+    resize: Resize | None = None
+    adopt: list[tuple[int, int]] = []
 
     def __bool__(self) -> bool:
-        return bool(self.publish or self.promote or self.withdraw or self.load or self.give_up)
+        moves = self.publish or self.promote or self.withdraw or self.adopt
+        return bool(moves or self.load or self.give_up or self.resize)
 
 
 class Mask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

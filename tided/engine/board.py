@@ -105,7 +105,7 @@ class ExpertBoard:
     def changed(self, change: Change, now_s: float) -> None:
         landed = [self._loads.pop(ticket) for ticket in change.publish]
         for load in landed:
-            self._set(load.pair, TRANSIENT if load.out is None else RESIDENT)
+            self._set(load.pair, RESIDENT if load.moves_residents else TRANSIENT)
             if load.out is not None:
                 self._set(load.out, NOT_LOADED)
         for swap in change.promote:
@@ -113,6 +113,12 @@ class ExpertBoard:
             self._set(swap.in_, RESIDENT)
         for pair in change.withdraw:
             self._set(pair, NOT_LOADED)
+        for pair in change.adopt:
+            self._set(pair, RESIDENT)
+        if change.resize is not None:
+            for pair in change.resize.evict:
+                self._set(pair, NOT_LOADED)
+            self._look_again()
         for ticket in change.give_up:
             self._set(self._loads.pop(ticket).pair, NOT_LOADED)
         for load in change.load:
@@ -122,6 +128,12 @@ class ExpertBoard:
         kept = [one for one in self.recent if now_s - one.at_s <= RECENT_S]
         self.recent = tuple([*kept, *(Recent(now_s, load.pair) for load in landed)][-MOST_RECENT:])
         self.sequence += 1
+
+    def _look_again(self) -> None:
+        """Experts have moved to other slots."""
+        for at, state in enumerate(self.states):
+            if state in (RESIDENT, TRANSIENT):
+                self._set(divmod(at, self.experts), state)
 
     def _set(self, pair: Pair, state: int) -> None:
         at = pair[0] * self.experts + pair[1]

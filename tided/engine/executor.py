@@ -207,8 +207,12 @@ class Executor:
             generation += self._publish(change)
             self.residents.give_up(change.give_up)
             self._ended(change.give_up, read=False)
+            if change.resize is not None:
+                self.residents.resize(change.resize.residents, change.resize.evict)
+                generation += bool(change.resize.evict)
+            self.residents.adopt(change.adopt)
             for load in change.load:
-                self.residents.read(load.ticket, load.pair, load.out)
+                self.residents.read(load.ticket, load.pair, load.out, load.joins)
                 self._loads[load.ticket] = load
         self.plan_version = generation
         if self.plan_version != step.plan_version:
@@ -220,7 +224,7 @@ class Executor:
         self.residents.promote([(swap.out, swap.in_) for swap in change.promote])
         self.residents.withdraw(change.withdraw)
         loads = self._ended(change.publish, read=True)
-        return bool(change.promote) or any(load.out is not None for load in loads)
+        return bool(change.promote or change.adopt) or any(load.moves_residents for load in loads)
 
     def _ended(self, tickets: list[int], read: bool) -> list[Load]:
         """Requests that wait for experts learn from it too whether a record can be read."""

@@ -118,5 +118,7 @@ def _change(step: Step) -> dict[str, Any]:
         "promote": [[swap.out, swap.in_] for swap in change.promote],
         "withdraw": change.withdraw,
         "give_up": change.give_up,
+        "adopt": change.adopt,
+        "resize": [change.resize.residents, change.resize.evict] if change.resize else [],
     }
     return {name: value for name, value in shown.items() if value}

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from tided.control.messages import Change, Recalled, Step, Stop
 from tided.engine.board import FIGURES_EVERY_S, ExpertBoard, Figures
+from tided.engine.budget import Budgets, Forecast, Nodes
 from tided.engine.checks import check_images, check_request
 from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S, REST_AFTER_S, Engine, OnFault
 from tided.engine.executor import Executor
@@ -26,7 +27,7 @@ from tided.engine.scheduler import Scheduler
 from tided.engine.stats import Residency
 from tided.engine.trace import Traces
 from tided.engine.types import Event, Guide, Pixels, Request
-from tided.errors import PairError, TideError
+from tided.errors import PairError, RequestError, TideError
 from tided.tide.demand import RouterShape
 from tided.tide.heat import Weights
 from tided.tide.hot import HotReads
@@ -46,6 +47,20 @@ class Cancellation(NamedTuple):
     request_id: str
 
 
+class BudgetAsk(NamedTuple):
+    """Experts, or bytes of them on each rank; neither: how it stands. `free_bytes`: of the ranks' nodes. `reply` is
+    called by the engine's thread, with what it would mean or why it cannot be."""
+
+    resident: int | None
+    nbytes: int | None
+    apply: bool
+    free_bytes: Mapping[int, int]
+    reply: Callable[[Forecast | RequestError], None]
+
+
+Command = Submission | Cancellation | BudgetAsk | Stop
+
+
 class LeaderEngine(Engine):
     """`sink` gets the events of a step at once, on this thread; so does `on_fault`, after the last events."""
 
@@ -60,18 +75,23 @@ class LeaderEngine(Engine):
         threads: int = 1,
         expert_reads: Mapping[str, Any] | None = None,
         rest_after_s: float = REST_AFTER_S,
+        resident: int = 0,
+        nodes: Nodes | None = None,
     ) -> None:
+        """`resident`: the budget of the profile; 0: what is resident now. `nodes`: where the ranks lie."""
         super().__init__(executor, on_fault, threads)
         self.expert_reads: Mapping[str, Any] = expert_reads or {}  # where experts come from, for who asks
         self.data_plane: Mapping[str, Any] = {}  # how fast the ranks add, alike
         limits = scheduler.limits
         self.motion = Motion(hot_reads(executor, pilot), 1 + link.followers, limits.swaps, limits.look_rows)
+        self.budgets = Budgets(executor.residents, self.motion, pilot, resident or executor.residents.count, nodes)
+        self.living = self.budgets.resident, self.budgets.of_profile  # replaced and never changed
         scheduler.recalls = Recalls(1 + link.followers, self._held_prefixes)
         self.scheduler, self.ledger = scheduler, Ledger(executor, scheduler, self.motion, pilot)
         self._link, self._sink = link, sink
         # An open request has one submission and one cancellation at most on their way.
         places = 4 * (limits.lanes + limits.queue) + 16
-        self._inbox: queue.Queue[Submission | Cancellation | Stop] = queue.Queue(places)
+        self._inbox: queue.Queue[Command] = queue.Queue(places)
         self._moved = Moved()  # by the step in hand
         self._rest_after_s = rest_after_s
         self._rested = True  # no work since the pair came to rest
@@ -127,6 +147,9 @@ class LeaderEngine(Engine):
     def cancel(self, request_id: str) -> None:
         self._inbox.put_nowait(Cancellation(request_id))
 
+    def ask_budget(self, ask: BudgetAsk) -> None:
+        self._inbox.put_nowait(ask)
+
     def close(self, reason: str) -> None:
         """Ends the engine after the step in progress; open requests are cancelled."""
         self._inbox.put_nowait(Stop(reason))
@@ -166,6 +189,7 @@ class LeaderEngine(Engine):
         self._swaps += len(self._moved.swaps)
         if change:
             self.board.changed(change, self.last_step_s)
+            self.board.arena_slots = self.executor.residents.slots
         if self.last_step_s - self._figures_s >= FIGURES_EVERY_S or not self.scheduler.running:
             self._figures_s = self.last_step_s
             routed, drafts = self.ledger.routed(), self.ledger.drafts
@@ -192,8 +216,10 @@ class LeaderEngine(Engine):
         return self.executor.caching.candidates(request, self.executor.residents.mask_hash)
 
     def _next_step(self) -> Step | None:
+        self.budgets.begin()
+        self.living = self.budgets.resident, self.budgets.of_profile
         change, self._moved = self.motion.change()
-        step = self.scheduler.next_step(change, bool(self._moved.swaps))
+        step = self.scheduler.next_step(change, self._moved.residents)
         if step is not None and (masks := self.ledger.masks(step.work)):
             step = structs.replace(step, masks=masks)
         for running in self.scheduler.failed:
@@ -278,13 +304,29 @@ class LeaderEngine(Engine):
         yield
         yield from self.ledger.rest()
 
-    def _receive(self, command: Submission | Cancellation | Stop) -> None:
+    def _receive(self, command: Command) -> None:
         if isinstance(command, Submission):
             self.ledger.accept(*command)
         elif isinstance(command, Cancellation):
             self.ledger.cancel(command.request_id)
+        elif isinstance(command, BudgetAsk):
+            command.reply(self._judged(command))
         else:
             self._stop = command
+
+    def _judged(self, ask: BudgetAsk) -> Forecast | RequestError:
+        """A change that is wanted begins with one of the next steps."""
+        try:
+            found = self.budgets.forecast(ask.resident, ask.nbytes)
+            if found.bytes > found.bytes_now:
+                beside = self.executor.caching.prefixes.room_bytes  # of rank 0; the others' fill like it
+                self.budgets.nodes.refuse_growth(found.bytes - found.bytes_now + beside, ask.free_bytes)
+        except RequestError as error:
+            return error
+        if not ask.apply or found.resident == self.budgets.resident:
+            return found
+        self.budgets.ask(found.resident)
+        return structs.replace(found, applied=True, changing=True)
 
     def _emit(self) -> None:
         if self.ledger.events:

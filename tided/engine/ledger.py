@@ -251,7 +251,7 @@ class Ledger:
 
     def _published(self, moved: Moved) -> None:
         self.residency = residency_of(self._executor)
-        if not moved.swaps:
+        if not moved.residents:
             return
         if self._moments:
             self._moments.published(moved)

@@ -75,6 +75,8 @@ class Moments:
 
     def published(self, moved: Moved) -> None:
         """A change of the routable set is done on every rank."""
+        if moved.evicted or moved.joined:
+            self._pilot.resized(moved.evicted, moved.joined)
         for settled, swaps in groupby(zip_longest(moved.swaps, moved.plans), lambda one: self._settled(one[1])):
             self._pilot.applied([swap for swap, _ in swaps], settled)
 

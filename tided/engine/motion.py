@@ -9,6 +9,10 @@ A record that some rank cannot read is given up on every rank in one step, and n
 asked for again later, each time later than before, and is substituted meanwhile like anything that is not here. When
 many different records fail and nothing between them can be read, or too many again and again, the disk is at fault, and
 that ends the pair. A few records that are wanted again and again are no such sign, however often they fail.
+
+A change of the budget waits until nothing is being read, and nothing begins meanwhile: then one step tells every rank
+how many places there are, and who leaves. Free places are filled like swaps are read, a few a step, by what is wanted
+most.
 """
 
 import logging
@@ -19,8 +23,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tided.control.messages import Change, Load, Swap
+from tided.control.messages import Change, Load, Resize, Swap
 from tided.errors import PairError
+from tided.tide.budget import Budget
 from tided.tide.demand import Grid
 from tided.tide.hot import HotReads
 from tided.tide.planner import Pair, PairSwap
@@ -72,10 +77,17 @@ class _Reading:
 @dataclass
 class Moved:
     """What a change means to the books of rank 0: who became resident, in order, and by which plans: one for each of
-    the first swaps, the others are promotions."""
+    the first swaps, the others are promotions. `evicted` and `joined`: by a change of the budget."""
 
     swaps: list[PairSwap] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
+    evicted: list[Pair] = field(default_factory=list)
+    joined: list[Pair] = field(default_factory=list)
+
+    @property
+    def residents(self) -> bool:
+        """Whether it changes who is resident."""
+        return bool(self.swaps or self.evicted or self.joined)
 
 
 class Motion:
@@ -97,6 +109,10 @@ class Motion:
         self._failures: dict[Pair, int] = {}  # by pair, since it was last read
         self._left_alone: dict[Pair, int] = {}  # until which step
         self._failed_in_a_row: set[Pair] = set()  # since anything was read
+        self._holding = False  # nothing begins to be read
+        self._resize: Resize | None = None  # for the next step
+        self._places: tuple[int, ...] = ()  # of residents, by kind, while some are free
+        self._worth: Grid | None = None  # by which free places are filled
 
     @property
     def has_ring(self) -> bool:
@@ -123,6 +139,23 @@ class Motion:
             return
         plan = Plan(reason, len(swaps))
         self._planned = deque((swap, plan) for swap in swaps)
+
+    def hold(self) -> None:
+        """Nothing begins to be read until `resize` has been told."""
+        self._holding = True
+
+    def resize(self, budget: Budget, scores: Grid) -> None:
+        """Nothing is being read: the next step has these places. `scores` say what free ones are filled with."""
+        if self._reading:
+            raise PairError("the budget is to change while experts are being read")
+        self.hot.evicted(budget.evict)
+        self._resize, self._holding = Resize(list(budget.places), list(budget.evict)), False
+        self._places, self._worth = budget.places, scores
+
+    @property
+    def filling(self) -> bool:
+        """Whether a change of the budget is under way, or places are free still."""
+        return self._holding or self._resize is not None or bool(self._places)
 
     def landed(self, tickets: Sequence[int]) -> None:
         """These reads have ended well on one more rank."""
@@ -156,10 +189,18 @@ class Motion:
 
     def change(self) -> tuple[Change, Moved]:
         """What the next step does to the routable set."""
-        change, moved = Change(), Moved()
+        change, moved = Change(resize=self._resize), Moved()
+        self._resize = None
         self._forgive()
         self._publish(change, moved)
+        if change.resize is not None:
+            moved.evicted += change.resize.evict
+            return change, moved
+        if self._holding:
+            return change, moved
         self._begin_swaps(change)
+        if self._places:
+            self._fill_places(change, moved)
         if self._due:
             self._due = False
             self._begin_hot(change, moved)
@@ -176,7 +217,10 @@ class Motion:
             change.publish.append(ticket)
             self._failures.pop(load.pair, None)
             self._failed_in_a_row.clear()
-            if load.out is None:
+            if load.joins:
+                self.hot.joined(load.pair)
+                moved.joined.append(load.pair)
+            elif load.out is None:
                 self.hot.published(load.pair)
                 self._used[load.pair] = False
                 self.count.late += self._clock - reading.step > TIMELY_STEPS
@@ -189,7 +233,9 @@ class Motion:
     def _give_up(self, load: Load) -> None:
         """Raises PairError when this is no matter of single records any more."""
         pair = load.pair
-        if load.out is None:
+        if load.joins:
+            self.hot.join_dropped(pair)
+        elif load.out is None:
             self.hot.failed(pair)
         else:
             self.hot.swap_dropped(load.out, pair)
@@ -233,8 +279,33 @@ class Motion:
             self._load(change, in_, out, plan)
         self._planned.extendleft(reversed(later))
 
+    def _fill_places(self, change: Change, moved: Moved) -> None:
+        """The most wanted first, a few a step, as many under way as swaps may be. What is in the ring is here
+        already."""
+        assert self._worth is not None
+        under_way = sum(reading.load.joins for reading in self._reading.values())
+        left = min(SWAPS_A_STEP, sum(self._spare) - under_way)
+        taken = self.hot.residents_of_kind(len(self._places))
+        if taken == self._places and not under_way:
+            self._places, self._worth = (), None
+            return
+        for kind, places in enumerate(self._places):
+            for _ in range(min(left, places - taken[kind])):
+                pair = self.hot.next_resident(self._worth, kind)
+                if pair is None:  # the rest could not be read
+                    break
+                left -= 1
+                if self.hot.in_ring(pair):
+                    self.hot.adopted(pair)
+                    self._used.pop(pair)
+                    change.adopt.append(pair)
+                    moved.joined.append(pair)
+                    continue
+                self.hot.join_begun(pair)
+                self._load(change, pair, None, Plan("budget", 1), joins=True)
+
     def _begin_hot(self, change: Change, moved: Moved) -> None:
-        under_way = [reading.step for reading in self._reading.values() if reading.load.out is None]
+        under_way = [reading.step for reading in self._reading.values() if not reading.load.moves_residents]
         self._pace(under_way)
         moves = self.hot.moves(max(0, self._at_once - len(under_way)))
         change.promote.extend(Swap(out, in_) for out, in_ in moves.promote)
@@ -257,8 +328,8 @@ class Motion:
         elif self._clock - min(under_way) > TIMELY_STEPS:
             self._at_once = max(1, self._at_once // 2)
 
-    def _load(self, change: Change, pair: Pair, out: Pair | None, plan: Plan | None) -> None:
+    def _load(self, change: Change, pair: Pair, out: Pair | None, plan: Plan | None, joins: bool = False) -> None:
         self._tickets += 1
-        load = Load(self._tickets, pair, out)
+        load = Load(self._tickets, pair, out, joins)
         self._reading[self._tickets] = _Reading(load, self._clock, self._ranks, plan)
         change.load.append(load)

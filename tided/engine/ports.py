@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tided.control.messages import Recalled, Step, Stop
-from tided.experts.arena import Sizes
+from tided.experts.arena import Places, Sizes
 from tided.experts.io import Priority, ReadCount
+from tided.tide.kinds import Kinds
 from tided.tide.pilot import LaneDemand, Planned
 
 Pair = tuple[int, int]  # (layer, expert)
@@ -40,6 +41,11 @@ class Residents(Protocol):
     @property
     def sizes(self) -> Sizes | None:
         """How records differ in size; None: they do not."""
+        ...
+
+    @property
+    def bytes_share(self) -> float | None:
+        """Of all experts' bytes, what residents take; None: all are of one size."""
         ...
 
     @property
@@ -75,8 +81,8 @@ class Residents(Protocol):
         """Reads that are not published yet."""
         ...
 
-    def read(self, number: int, pair: Pair, out: Pair | None) -> None:
-        """Begins to read a pair beside the steps, for the place of a resident or for the ring (None)."""
+    def read(self, number: int, pair: Pair, out: Pair | None, joins: bool = False) -> None:
+        """Begins to read a pair beside the steps, for the place of a resident, for a free one, or for the ring."""
         ...
 
     def landed(self) -> Sequence[int]:
@@ -103,6 +109,19 @@ class Residents(Protocol):
         """These entries of the ring stop being routable."""
         ...
 
+    def resize(self, residents: Sequence[int], evict: Sequence[Pair]) -> None:
+        """Places for so many residents of each size of records; these leave at once."""
+        ...
+
+    def adopt(self, pairs: Sequence[Pair]) -> None:
+        """These entries of the ring take free places among the residents."""
+        ...
+
+    @property
+    def places(self) -> Places:
+        """Of residents, and what they take."""
+        ...
+
     def digest(self) -> str:
         """A digest of the routable (layer, expert) ids as the tables hold them now."""
         ...
@@ -124,6 +143,11 @@ class Pilot(Protocol):
     @property
     def floor(self) -> int:
         """Residents that a layer keeps at least."""
+        ...
+
+    @property
+    def kinds(self) -> Kinds | None:
+        """Of records that differ in size, with the sizes of whole experts."""
         ...
 
     def scores(self) -> Scores:
@@ -169,6 +193,10 @@ class Pilot(Protocol):
         ...
 
     def idle_plan(self) -> Sequence[PairSwap]: ...
+
+    def resized(self, evicted: Iterable[Pair], joined: Iterable[Pair]) -> None:
+        """The budget has changed: who has left, and who came into free places."""
+        ...
 
     def applied(self, swaps: Iterable[PairSwap], settled: bool = True) -> None:
         """Published. Not `settled`: of a plan made of `rest_scores`."""

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kernels.record import ExpertRecord
@@ -19,10 +20,13 @@ def arena_of(opened: "OpenedModel", pairs: Sequence[Pair], device: torch.device)
     experts, tide, record, kinds = opened.settings.experts, opened.settings.tide, opened.record, opened.kinds
     if kinds is None:
         assert isinstance(record, ExpertRecord), "others have kinds"
-        return Arena(record, experts.resident, experts.spare_slots, device, tide.hot_ring_slots, tide.sync_slots)
+        beside, most = (tide.hot_ring_slots, tide.sync_slots), len(opened.all_pairs)
+        return Arena(record, experts.resident, experts.spare_slots, device, *beside, most=most)
     residents = Counter(int(kinds.of[pair]) for pair in pairs)
-    slots = zip(kinds.nbytes, kinds.spare, kinds.ring, strict=True)
-    classes = [SlotClass(nbytes, residents[kind], spare, ring) for kind, (nbytes, spare, ring) in enumerate(slots)]
+    slots = zip(kinds.nbytes, kinds.spare, kinds.ring, np.bincount(kinds.of.ravel()).tolist(), strict=True)
+    classes = [
+        SlotClass(nbytes, residents[kind], spare, ring, most) for kind, (nbytes, spare, ring, most) in enumerate(slots)
+    ]
     return Arena.of_sizes(classes, kinds.of, device, tide.sync_slots)
 
 

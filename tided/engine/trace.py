@@ -39,8 +39,8 @@ class PairUse(msgspec.Struct, frozen=True):
 class Movement(msgspec.Struct, frozen=True):
     """Something that happened to a pair in a step, `ms` after the request was taken in. `asked`: a read began, for
     the place of `out` or for the ring; `routable`: every rank had it; `promoted`: from the ring to a resident's place
-    `out`; `left`: no longer routable; `not read`: some rank could not. `why`: the moment of its plan, or "hot
-    read"."""
+    `out`, or to a free one; `left`: no longer routable; `not read`: some rank could not. `why`: the moment of its plan, "hot read", or
+    "budget"."""
 
     step: int
     ms: float
@@ -140,6 +140,10 @@ class Traces:
             yield "promoted", swap.in_, swap.out, "hot read"
         for pair in change.withdraw:
             yield "left", pair, None, "hot read"
+        for pair in change.adopt:
+            yield "promoted", pair, None, "budget"
+        for pair in change.resize.evict if change.resize else ():
+            yield "left", pair, None, "budget"
         for ticket in change.give_up:
             load, why = self._asked.pop(ticket)
             yield "not read", load.pair, load.out, why

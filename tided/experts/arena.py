@@ -1,4 +1,4 @@
-"""The expert memory of a rank: one allocation, cut into slots of one record, and who lies where.
+"""The expert memory of a rank: one range of addresses, cut into slots of one record, and who lies where.
 
 slots [0, null)      residents, entries of the hot ring, and free ones that reads land in: a pair may lie in any of
                      them, so a role changes without a byte being moved
@@ -7,12 +7,17 @@ slot  null (last)    all zeros, never given away: what a kernel may read for a p
 
 A slot's number is that of its first unit. Where all records are of one size, a unit is a slot. Else it is a page, and
 every size has slots of its own: a pair takes one of its size, so nothing is lost to padding and nothing ever moves.
+
+How many residents there are places for may change while it serves (`resize`), where there are addresses for more than
+are used. What is used of a class are its first slots. When it gets fewer, pairs behind the last are copied to free ones
+before it, and the pages behind go back to the system; addresses stay, so whoever holds them (captured graphs do) finds
+the same slots there as ever.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -30,16 +35,22 @@ Pair = tuple[int, int]  # (layer, expert); layers with routed experts count from
 
 @dataclass(frozen=True)
 class SlotClass:
-    """Slots of `nbytes` each: of residents, of swaps that are being read, of the hot ring."""
+    """Slots of `nbytes` each: of residents, of swaps that are being read, of the hot ring. `most`: residents that there
+    may come to be."""
 
     nbytes: int
     residents: int
     spare: int
     ring: int
+    most: int = 0
 
     @property
     def slots(self) -> int:
         return self.residents + self.spare + self.ring
+
+    @property
+    def most_slots(self) -> int:
+        return max(self.residents, self.most) + self.spare + self.ring
 
 
 class Sizes(NamedTuple):
@@ -51,16 +62,37 @@ class Sizes(NamedTuple):
     ring: tuple[int, ...]
 
 
+class Places(NamedTuple):
+    """By class of records: bytes of a slot, residents that there are places for, and that there may come to be. None:
+    it stands."""
+
+    nbytes: tuple[int, ...]
+    residents: tuple[int, ...]
+    most: tuple[int, ...] | None
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(size * count for size, count in zip(self.nbytes, self.residents, strict=True))
+
+
 class Arena:
     """`data` [units, unit bytes]: the slots of every class, then `urgent` ones and the null slot, of the largest size.
     A slot of the pool is free, taken (being filled), or a pair's."""
 
     def __init__(
-        self, record: ExpertRecord, residents: int, spare: int, device: torch.device, ring: int = 0, urgent: int = 0
+        self,
+        record: ExpertRecord,
+        residents: int,
+        spare: int,
+        device: torch.device,
+        ring: int = 0,
+        urgent: int = 0,
+        most: int = 0,
     ) -> None:
         if residents < 1 or spare < 1:
             raise ValueError(f"an arena of {residents} residents and {spare} spare slots")
-        self._lay_out([SlotClass(record.slot_bytes, residents, spare, ring)], None, record.slot_bytes, device, urgent)
+        one = SlotClass(record.slot_bytes, residents, spare, ring, most)
+        self._lay_out([one], None, record.slot_bytes, device, urgent)
 
     @classmethod
     def of_sizes(
@@ -83,22 +115,55 @@ class Arena:
     ) -> None:
         self.classes, self._kind_of, self._unit_bytes = tuple(classes), kind_of, unit_bytes
         largest = max(one.nbytes for one in classes)
-        pool_units, step = sum(one.slots * one.nbytes for one in classes) // unit_bytes, largest // unit_bytes
+        step = largest // unit_bytes
+        behind = (urgent + 1) * step  # urgent slots and the null slot
+        exact, most = (
+            sum(slots * one.nbytes for slots, one in zip(counts, classes, strict=True)) // unit_bytes + behind
+            for counts in ([one.slots for one in classes], [one.most_slots for one in classes])
+        )
+        elastic = any(one.most for one in classes)
+        slots = slots_on(device, exact, unit_bytes, most_units=most * elastic)  # first of all: it may be too much
+        self.data: Tensor = slots.data
+        self._host, self.placement, self._memory = slots.host, slots.placement, slots.memory
+        places = [one.slots if self._memory is None else one.most_slots for one in classes]
+        self._numbers = _numbers(self.classes, places, unit_bytes)
+        pool_units = sum(count * one.nbytes for count, one in zip(places, classes, strict=True)) // unit_bytes
         self.urgent = range(pool_units, pool_units + urgent * step, step)
         self.null = pool_units + urgent * step
-        slots = slots_on(device, self.null + step, unit_bytes)  # first of all: it may be too much
-        self.data: Tensor = slots.data
-        self._host, self.placement = slots.host, slots.placement
+        self._behind_bytes = behind * unit_bytes
+        if self._memory is not None:
+            for kind, one in enumerate(self.classes):
+                self._memory.use(*self._bytes(kind, 0, one.slots))
+            self._memory.use(pool_units * unit_bytes, pool_units * unit_bytes + self._behind_bytes)
         # The slot that was freed first is taken first, on every rank alike: a slot rests as long as it can.
-        self._free = [deque(slots) for slots in _slots(self.classes, unit_bytes)]
+        used = zip(self._numbers, self.classes, strict=True)
+        self._free = [deque(numbers[: one.slots]) for numbers, one in used]
         self._kind_of_slot = {slot: kind for kind, slots in enumerate(self._free) for slot in slots}
-        self.pool = len(self._kind_of_slot)
         self._largest_bytes = largest
         self._slot_of: dict[Pair, int] = {}
         self._pair_in: dict[int, Pair] = {}
         self._taken: set[int] = set()
         self._fences: dict[int, torch.cuda.Event] = {}
         self._staging = _Staging()
+
+    @property
+    def pool(self) -> int:
+        return len(self._kind_of_slot)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of memory that is its own; addresses that are not used are none."""
+        return sum(one.slots * one.nbytes for one in self.classes) + self._behind_bytes
+
+    @property
+    def places(self) -> Places:
+        nbytes, residents = zip(*((one.nbytes, one.residents) for one in self.classes), strict=True)
+        return Places(nbytes, residents, self.most_residents)
+
+    @property
+    def most_residents(self) -> tuple[int, ...] | None:
+        """By class, places that there may come to be; None: they cannot change."""
+        return None if self._memory is None else tuple(max(one.residents, one.most) for one in self.classes)
 
     @property
     def slots(self) -> int:
@@ -175,6 +240,63 @@ class Arena:
         self._free[self._kind_of_slot[slot]].append(slot)
         self.fence(slot)
 
+    def resize(self, residents: Sequence[int]) -> dict[Pair, int]:
+        """Between two steps: by class, how many residents there are places for from now on. What lies behind the last
+        slot moves before it; gives the new slots of those. Raises PairError, and changes nothing, where places cannot
+        change, where a slot is being read into that is to go, and where more lies in a class than it would hold."""
+        most = self.most_residents
+        if most is None or self._memory is None:
+            raise PairError("the arena is one allocation, whose size stands", hint="experts.resident, and a new start")
+        classes = [replace(one, residents=count) for one, count in zip(self.classes, residents, strict=True)]
+        held = Counter(self._kind_of_slot[slot] for slot in (*self._pair_in, *self._taken))
+        for kind, (one, limit) in enumerate(zip(classes, most, strict=True)):
+            if not 0 <= one.residents <= limit or held[kind] > one.slots:
+                raise PairError(f"{one.residents} places for residents of {one.nbytes} bytes: {limit} at most, {held}")
+            going = set(self._numbers[kind][one.slots : self.classes[kind].slots])
+            if going & self._taken:
+                raise PairError("a slot that is being read into was to go")
+        if self.data.device.type == "cuda":
+            torch.cuda.synchronize(self.data.device)  # nothing that runs reads what moves or goes
+        moved: dict[Pair, int] = {}
+        for kind, one in enumerate(classes):
+            before, after = self.classes[kind].slots, one.slots
+            if after > before:
+                self._memory.use(*self._bytes(kind, before, after))
+                self._free[kind].extend(self._numbers[kind][before:after])
+                self._kind_of_slot |= dict.fromkeys(self._numbers[kind][before:after], kind)
+            elif after < before:
+                moved |= self._withdraw(kind, self._numbers[kind][after:before])
+                self._memory.give_back(*self._bytes(kind, after, before))
+        self.classes = tuple(classes)
+        return moved
+
+    def _withdraw(self, kind: int, going: range) -> dict[Pair, int]:
+        """These slots are no more. In order, so that every rank moves the same pairs to the same slots."""
+        gone = set(going)
+        self._free[kind] = deque(slot for slot in self._free[kind] if slot not in gone)
+        moved = {}
+        for slot in going:
+            del self._kind_of_slot[slot]
+            self._fences.pop(slot, None)
+            pair = self._pair_in.pop(slot, None)
+            if pair is not None:
+                to = moved[pair] = self._slot_of[pair] = self._free[kind].popleft()
+                self._pair_in[to] = pair
+                self._copy(kind, slot, to)
+        return moved
+
+    def _copy(self, kind: int, slot: int, to: int) -> None:
+        nbytes = self.classes[kind].nbytes
+        assert self._host is not None, "what can be given back is the system's memory"
+        flat = self._host.view(-1)
+        source, target = slot * self._unit_bytes, to * self._unit_bytes
+        flat[target : target + nbytes] = flat[source : source + nbytes]
+
+    def _bytes(self, kind: int, first: int, last: int) -> tuple[int, int]:
+        """Of a class's slots [first, last): where they begin and end."""
+        begin = self._numbers[kind].start * self._unit_bytes
+        return begin + first * self.classes[kind].nbytes, begin + last * self.classes[kind].nbytes
+
     def fence(self, slot: int) -> None:
         """What was launched up to now may still read the slot: the next `load` waits for it. On CPU nothing is."""
         if self.data.device.type == "cuda":
@@ -226,13 +348,13 @@ class Arena:
             raise PairError("the null expert slot was written to")
 
 
-def _slots(classes: Sequence[SlotClass], unit_bytes: int) -> list[range]:
-    """Numbers of each class's slots."""
+def _numbers(classes: Sequence[SlotClass], places: Sequence[int], unit_bytes: int) -> list[range]:
+    """Of each class's slots, those that are used and those that may come to be."""
     found, begin = [], 0
-    for one in classes:
+    for one, count in zip(classes, places, strict=True):
         step = one.nbytes // unit_bytes
-        found.append(range(begin, begin + one.slots * step, step))
-        begin += one.slots * step
+        found.append(range(begin, begin + count * step, step))
+        begin += count * step
     return found
 
 

@@ -13,13 +13,17 @@ import weakref
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
 
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # addresses are not counted as memory (Linux)
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 PROBE_BYTES = 256 << 20  # several times what caches hold
+SEGMENT_BYTES = 1 << 30  # of the system's memory that a device is given, and that is taken from it, at once
 ENOUGH = 0.95  # of the rate at which the device reads its own allocations
 ROUNDS = 5
 
@@ -43,13 +47,26 @@ class Placement:
         return f"{'read in place' if self.direct else 'copied to'} ({told})"
 
 
+class Memory(Protocol):
+    """Of slots that are not all there at once. Bytes [begin, end)."""
+
+    def use(self, begin: int, end: int) -> None:
+        """To be called before anything is written there. Raises MemoryError, RuntimeError."""
+        ...
+
+    def give_back(self, begin: int, end: int) -> None:
+        """Nothing reads or writes there any more: the system gets its pages, and finds zeros when it is used again."""
+        ...
+
+
 class Slots(NamedTuple):
     """The same slots as the device reads them, data [units, unit bytes] uint8, and as reads fill them: None where they
-    are copied to."""
+    are copied to. `memory`: what there is of them is to be asked for; None: all of them are there for good."""
 
     data: Tensor
     host: Tensor | None
     placement: Placement
+    memory: Memory | None = None
 
 
 class Device(Protocol):
@@ -60,6 +77,10 @@ class Device(Protocol):
     def mapped(self, nbytes: int) -> tuple[Tensor, Tensor]:
         """Memory of the system as the device sees it, and as processors do. Raises MemoryError where there is not as
         much, RuntimeError where it cannot for another reason."""
+        ...
+
+    def reserved(self, nbytes: int) -> tuple[Tensor, Tensor, Memory]:
+        """The same of addresses alone, of which parts are used. Raises what `mapped` raises."""
         ...
 
     def zeros(self, nbytes: int) -> Tensor:
@@ -77,22 +98,52 @@ class Device(Protocol):
     def copy_rate(self) -> float: ...
 
 
-def slots_on(device: torch.device, units: int, unit_bytes: int, probed: Device | None = None) -> Slots:
-    """[units, unit_bytes] of zeros, where they are cheapest. `probed`: stands for the device in tests."""
+def slots_on(
+    device: torch.device, units: int, unit_bytes: int, probed: Device | None = None, most_units: int = 0
+) -> Slots:
+    """[units, unit_bytes] of zeros, where they are cheapest. `probed`: stands for the device in tests. `most_units`:
+    that there may come to be: addresses for so many, where these cost nothing and memory is taken and given back in
+    parts. 0, or else: there are `units`, for good."""
     if device.type == "cpu":
-        memory = _anonymous(units * unit_bytes).view(units, unit_bytes)
-        return Slots(memory, memory, Placement(True, "a CPU"))
+        return _of_system(units, unit_bytes, most_units)
     cuda = probed or Cuda(device)
-    placement, mapped = choose(cuda), None
+    placement, slots = choose(cuda), None
     if placement.direct:
         try:
-            mapped = cuda.mapped(units * unit_bytes)
+            slots = _of_device(cuda, units, unit_bytes, most_units, placement)
         except RuntimeError as e:  # the probe asked for little; a device may allow no more
             placement = replace(placement, direct=False, why=f"not so much of the system's memory can be shared: {e}")
     log.info("expert slots: %s", placement)
-    if mapped is None:
-        return Slots(cuda.zeros(units * unit_bytes).view(units, unit_bytes), None, placement)
-    return Slots(mapped[0].view(units, unit_bytes), mapped[1].view(units, unit_bytes), placement)
+    return slots or Slots(cuda.zeros(units * unit_bytes).view(units, unit_bytes), None, placement)
+
+
+def _of_system(units: int, unit_bytes: int, most_units: int) -> Slots:
+    """Where a system counts addresses as memory, there are no more of them than are used."""
+    placement, memory = Placement(True, "a CPU"), None
+    if most_units:
+        try:
+            memory = Reserved(most_units * unit_bytes)
+        except (OSError, OverflowError, ValueError) as e:
+            log.warning(
+                "the budget of experts cannot change while serving: %d slots have no addresses: %s", most_units, e
+            )
+    if memory is None:
+        held = _anonymous(units * unit_bytes).view(units, unit_bytes)
+        return Slots(held, held, placement)
+    held = memory.host.view(most_units, unit_bytes)
+    return Slots(held, held, placement, memory)
+
+
+def _of_device(cuda: Device, units: int, unit_bytes: int, most_units: int, placement: Placement) -> Slots:
+    if most_units:
+        try:
+            data, host, memory = cuda.reserved(most_units * unit_bytes)
+        except (RuntimeError, OSError) as e:
+            log.warning("the budget of experts cannot change while serving: %s", e)
+        else:
+            return Slots(data.view(most_units, unit_bytes), host.view(most_units, unit_bytes), placement, memory)
+    data, host = cuda.mapped(units * unit_bytes)
+    return Slots(data.view(units, unit_bytes), host.view(units, unit_bytes), placement)
 
 
 def choose(device: Device) -> Placement:
@@ -122,12 +173,14 @@ class Cuda:
 
     def mapped(self, nbytes: int) -> tuple[Tensor, Tensor]:
         host = _anonymous(nbytes)
-        result = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
-        if int(result) != 0:
-            kind = MemoryError if int(result) == OUT_OF_MEMORY else RuntimeError
-            raise kind(f"cudaHostRegister of {nbytes / 1e9:.1f} GB: error {int(result)}")
+        _register(host.data_ptr(), nbytes)
         weakref.finalize(host, torch.cuda.cudart().cudaHostUnregister, host.data_ptr())  # type: ignore[no-untyped-call]
         return torch.as_tensor(_Seen(host), device=self._device), host
+
+    def reserved(self, nbytes: int) -> tuple[Tensor, Tensor, Memory]:
+        memory = Registered(nbytes)
+        memory.use(0, 1)  # torch asks whose the first byte is
+        return torch.as_tensor(_Seen(memory.host), device=self._device), memory.host, memory
 
     def zeros(self, nbytes: int) -> Tensor:
         zeros = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
@@ -164,6 +217,73 @@ class Cuda:
             end.synchronize()
             found.append(begin.elapsed_time(end) / 1e3)
         return float(min(found[1:]))
+
+
+class Reserved:
+    """Addresses of the system's memory. A page is there once it is written, and until it is given back."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises OSError where there are not as many addresses."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self._map = mmap.mmap(-1, nbytes, flags=flags)
+        self.host = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def use(self, begin: int, end: int) -> None:
+        return
+
+    def give_back(self, begin: int, end: int) -> None:
+        begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+class Registered(Reserved):
+    """The same, which a device sees: whole segments, as far as any of their bytes is used. What is registered is real
+    memory, whether it was written or not."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._nbytes = nbytes
+        self._used = np.zeros(-(-nbytes // SEGMENT_BYTES), dtype=bool)
+        self._in_use: list[tuple[int, int]] = []
+        weakref.finalize(self.host, _unregister_all, self.host.data_ptr(), self._used)
+
+    def use(self, begin: int, end: int) -> None:
+        self._in_use.append((begin, end))
+        for segment in range(begin // SEGMENT_BYTES, -(-end // SEGMENT_BYTES)):
+            if not self._used[segment]:
+                _register(self.host.data_ptr() + segment * SEGMENT_BYTES, self._size(segment))
+                self._used[segment] = True
+
+    def give_back(self, begin: int, end: int) -> None:
+        self._in_use = [part for one in self._in_use for part in _without(one, begin, end)]
+        for segment in range(begin // SEGMENT_BYTES, -(-end // SEGMENT_BYTES)):
+            first, last = segment * SEGMENT_BYTES, segment * SEGMENT_BYTES + self._size(segment)
+            if self._used[segment] and not any(a < last and b > first for a, b in self._in_use):
+                torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr() + first)  # type: ignore[no-untyped-call]
+                self._used[segment] = False
+                super().give_back(first, last)
+
+    def _size(self, segment: int) -> int:
+        return min(SEGMENT_BYTES, self._nbytes - segment * SEGMENT_BYTES)
+
+
+def _without(part: tuple[int, int], begin: int, end: int) -> list[tuple[int, int]]:
+    """What of a range lies outside [begin, end)."""
+    first, last = part
+    return [one for one in ((first, min(last, begin)), (max(first, end), last)) if one[0] < one[1]]
+
+
+def _register(address: int, nbytes: int) -> None:
+    result = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+    if result:
+        kind = MemoryError if result == OUT_OF_MEMORY else RuntimeError
+        raise kind(f"cudaHostRegister of {nbytes / 1e9:.1f} GB: error {result}")
+
+
+def _unregister_all(address: int, used: npt.NDArray[np.bool_]) -> None:
+    for segment in np.flatnonzero(used).tolist():
+        torch.cuda.cudart().cudaHostUnregister(address + segment * SEGMENT_BYTES)  # type: ignore[no-untyped-call]
 
 
 class _Seen:

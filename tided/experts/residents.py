@@ -7,6 +7,9 @@
     promote   a resident and an entry of the ring exchange roles; nothing is read, both stay routable
     give_up   some rank could not read it: every rank frees its slot, and nothing of it was ever routable
     withdraw  an entry of the ring leaves
+    adopt     an entry of the ring takes a free place among the residents
+    resize    there are places for more residents, which reads that `join` fill, or for fewer: those named leave, and
+              the memory behind the last place goes back to the system
 
 All of them but `read`'s own work run between two steps, when nothing that is launched later may read a slot that they
 free. Any other failure is final: a rank that skipped a change would route differently from the others, and nobody would
@@ -19,14 +22,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
 
 from tided.errors import DataError, PairError
-from tided.experts.arena import Arena, Pair, Sizes
+from tided.experts.arena import Arena, Pair, Places, Sizes
 from tided.experts.io import IoScheduler, Priority, ReadCount, Ticket
 from tided.experts.tables import RoutingTables
 
@@ -44,10 +47,12 @@ _U64 = (1 << 64) - 1
 
 @dataclass
 class _Reading:
-    """A pair on its way into a taken slot; `out` is the resident that it will replace, None: it joins the ring."""
+    """A pair on its way into a taken slot; `out` is the resident that it will replace, None: it joins the ring, or the
+    residents, where it `joins` them."""
 
     pair: Pair
     out: Pair | None
+    joins: bool
     slot: int
     ticket: Ticket
     landed: bool = False
@@ -72,6 +77,7 @@ class Residents:
         self.mask_hash = 0  # xor of the routable pairs' keys, kept up to date at no cost
         self._ring: dict[Pair, None] = {}
         self._residents_of = [0] * layers
+        self._of_kind = [0] * len(arena.classes)
         self._reading: dict[int, _Reading] = {}
         self._failed = False
 
@@ -101,7 +107,12 @@ class Residents:
 
     @property
     def arena_bytes(self) -> int:
-        return self.arena.data.nbytes
+        return self.arena.held_bytes
+
+    @property
+    def places(self) -> Places:
+        """Of residents, by class of records."""
+        return self.arena.places
 
     def slot_of(self, pair: Pair) -> int | None:
         """Where a pair that can be routed to lies."""
@@ -111,10 +122,10 @@ class Residents:
     def count(self) -> int:
         return len(self.arena.directory) - len(self._ring)
 
-    @cached_property
+    @property
     def bytes_share(self) -> float | None:
-        """What residents take of the bytes that the records of all experts have; None: all are of one size. It stands:
-        what is exchanged is of one size."""
+        """What places of residents take of the bytes that the records of all experts have; None: all are of one
+        size."""
         if self.sizes is None:
             return None
         nbytes = np.array(self.sizes.nbytes, dtype=np.int64)
@@ -148,12 +159,12 @@ class Residents:
         slots = self._fill(pairs, progress)
         for pair, slot in slots.items():
             self.arena.hold(slot, pair)
-            self._residents_of[pair[0]] += 1
+            self._count(pair, 1)
         self._set(slots)
 
-    def read(self, number: int, pair: Pair, out: Pair | None) -> None:
-        """Begins to read an absent pair, to take the place of the resident `out` or to join the ring (None). Raises
-        PairError for a pair that is here or on its way, and when its place is not free."""
+    def read(self, number: int, pair: Pair, out: Pair | None, joins: bool = False) -> None:
+        """Begins to read an absent pair, to take the place of the resident `out`, a free one (`joins`), or to join the
+        ring. Raises PairError for a pair that is here or on its way, and when its place is not free."""
         self._check_alive()
         self._check_range([pair])
         if number in self._reading or any(reading.pair == pair for reading in self._reading.values()):
@@ -164,11 +175,11 @@ class Residents:
             raise PairError(f"a plan removes {out}, which is not resident")
         if out is not None and any(reading.out == out for reading in self._reading.values()):
             raise PairError(f"{out} is to leave twice")
-        self._check_room(pair, out)
+        self._check_room(pair, out, joins)
         slot = self.arena.take(self.arena.kind_of(pair))
-        priority = Priority.ASYNC_HOT if out is None else Priority.SWAP
+        priority = Priority.SWAP if joins or out is not None else Priority.ASYNC_HOT
         ticket = self._io.submit(priority, *pair, partial(self.arena.load, slot))
-        self._reading[number] = _Reading(pair, out, slot, ticket)
+        self._reading[number] = _Reading(pair, out, joins, slot, ticket)
 
     def landed(self) -> list[int]:
         """Reads that ended well since the last call. Raises PairError for one that hangs: it may still write to its
@@ -218,15 +229,17 @@ class Residents:
         for number, reading in zip(numbers, landed, strict=True):
             del self._reading[number]
             self.arena.hold(reading.slot, reading.pair)
-            if reading.out is None:
-                self._ring[reading.pair] = None
-            else:
+            if reading.out is not None:
                 self._exchange(reading.out, reading.pair)
+            elif reading.joins:
+                self._count(reading.pair, 1)
+            else:
+                self._ring[reading.pair] = None
         self._set({r.pair: r.slot for r in landed} | {r.out: -1 for r in landed if r.out is not None})
         for reading in landed:
             if reading.out is not None:
                 self.arena.drop(reading.out)
-        self.generation += any(reading.out is not None for reading in landed)
+        self.generation += any(reading.joins or reading.out is not None for reading in landed)
 
     def promote(self, swaps: Sequence[PairSwap]) -> None:
         """(resident that becomes an entry of the ring, entry that becomes a resident), in their order."""
@@ -252,6 +265,42 @@ class Residents:
             del self._ring[pair]
             self.arena.drop(pair)
 
+    def adopt(self, pairs: Sequence[Pair]) -> None:
+        """These entries of the ring are residents from now on, in places that are free. Nothing is read."""
+        self._check_alive()
+        for pair in pairs:
+            kind = self.arena.kind_of(pair)
+            joining = sum(one.joins and self.arena.kind_of(one.pair) == kind for one in self._reading.values())
+            if pair not in self._ring or self._of_kind[kind] + joining >= self.arena.classes[kind].residents:
+                raise PairError(f"{pair} cannot become a resident: not in the ring, or there is no free place")
+            del self._ring[pair]
+            self._count(pair, 1)
+        self.generation += bool(pairs)
+
+    def resize(self, residents: Sequence[int], evict: Sequence[Pair]) -> None:
+        """By class of records, how many residents there are places for; those of `evict` leave at once. Raises
+        PairError, and changes nothing, while something is being read, and for what the arena or a floor refuses."""
+        self._check_alive()
+        if self._reading:
+            raise PairError("places cannot change while experts are being read")
+        count, of_kind = list(self._residents_of), list(self._of_kind)
+        for pair in evict:
+            if not self._is_resident(pair):
+                raise PairError(f"{pair} is to make room, and is not resident")
+            count[pair[0]] -= 1
+            of_kind[self.arena.kind_of(pair)] -= 1
+        self._check_floor(count)
+        if len(set(evict)) != len(evict) or any(n > most for n, most in zip(of_kind, residents, strict=True)):
+            raise PairError(f"{of_kind} experts would be left for {list(residents)} places")
+        if self.arena.most_residents is None:
+            self.arena.resize(residents)  # says why not
+        self._set(dict.fromkeys(evict, -1))
+        for pair in evict:
+            self.arena.drop(pair)
+            self._count(pair, -1)
+        self.tables.change(self.arena.resize(residents))
+        self.generation += bool(evict)
+
     def digest(self) -> str:
         """sha256 over the sorted routable pairs, taken from the tables that the model reads."""
         self._check_alive()
@@ -262,7 +311,7 @@ class Residents:
     def state(self) -> str:
         """Where everything lies and what is on its way, from the tables and the books: equal on ranks that were told
         the same."""
-        reading = [(number, r.pair, r.out, r.slot) for number, r in self._reading.items()]
+        reading = [(number, r.pair, r.out, r.joins, r.slot) for number, r in self._reading.items()]
         slots = hashlib.sha256(self.tables.slot_of.cpu().numpy().tobytes()).hexdigest()
         return f"{self.digest()} {slots} {self.ring} {reading} {self.generation}"
 
@@ -285,6 +334,11 @@ class Residents:
         resident.ravel()[_indices(self._ring, self.experts)] = False
         if resident.sum(axis=1).tolist() != self._residents_of:
             raise PairError("the count of a layer's residents is wrong")
+        of_kind = Counter(map(self.arena.kind_of, self.pairs))
+        if any(of_kind[kind] != count for kind, count in enumerate(self._of_kind)):
+            raise PairError("the count of a size's residents is wrong")
+        if any(count > one.residents for count, one in zip(self._of_kind, self.arena.classes, strict=True)):
+            raise PairError("there are more residents than places")
         self._check_floor(self._residents_of)
 
     def _check_alive(self) -> None:
@@ -296,16 +350,20 @@ class Residents:
             if not (0 <= layer < self.layers and 0 <= expert < self.experts):
                 raise PairError(f"there is no expert {expert} in layer {layer}")
 
-    def _check_room(self, pair: Pair, out: Pair | None) -> None:
+    def _check_room(self, pair: Pair, out: Pair | None, joins: bool) -> None:
         """Raises PairError unless a pair of this size may begin to be read now."""
         kind_of = self.arena.kind_of
         kind, places = kind_of(pair), self.arena.classes[kind_of(pair)]
-        reading = [one.out is not None for one in self._reading.values() if kind_of(one.pair) == kind]
+        reading = [one for one in self._reading.values() if kind_of(one.pair) == kind]
+        swaps, joining = sum(one.out is not None for one in reading), sum(one.joins for one in reading)
         if out is not None:
             self._check_size(out, pair)
-            if sum(reading) >= places.spare:
+            if swaps >= places.spare:
                 raise PairError(f"more than {places.spare} swaps cannot be read at once")
-        elif sum(kind_of(one) == kind for one in self._ring) + len(reading) - sum(reading) >= places.ring:
+        elif joins:
+            if self._of_kind[kind] + joining >= places.residents:
+                raise PairError(f"all {places.residents} places of residents are taken")
+        elif sum(kind_of(one) == kind for one in self._ring) + len(reading) - swaps - joining >= places.ring:
             raise PairError(f"the hot ring of {places.ring} slots is full")
 
     def _check_size(self, out: Pair, in_: Pair) -> None:
@@ -344,8 +402,12 @@ class Residents:
         return reading
 
     def _exchange(self, out: Pair, in_: Pair) -> None:
-        self._residents_of[out[0]] -= 1
-        self._residents_of[in_[0]] += 1
+        self._count(out, -1)
+        self._count(in_, 1)
+
+    def _count(self, pair: Pair, more: int) -> None:
+        self._residents_of[pair[0]] += more
+        self._of_kind[self.arena.kind_of(pair)] += more
 
     def _set(self, slots: Mapping[Pair, int]) -> None:
         """pair -> its slot as the model sees it from now on, -1: none."""

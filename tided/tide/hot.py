@@ -25,6 +25,14 @@ hot reads never undo each other:
     every rank has it             hot.swapped(out, in_)                    published; `pilot.applied([(out, in_)])`
     it is given up                hot.swap_dropped(out, in_)
 
+When the budget of experts changes (`tide.budget`):
+
+    fewer places              hot.evicted(pairs)
+    a read begins for a free place, every rank has it, it is given up
+                              hot.join_begun(pair), hot.joined(pair), hot.join_dropped(pair)
+    an entry of the ring takes a free place
+                              hot.adopted(pair)
+
 Ring and residents are ranked together: what is read overwrites the entry that is expected to be needed least, in
 whichever of the two it is; an entry that was used in the last step survives. Pure: no clock, no chance, no torch.
 """
@@ -82,6 +90,7 @@ class HotReads:
         self._loading: set[int] = set()  # into the ring
         self._leaving: set[int] = set()  # residents whose swap is being read
         self._arriving: set[int] = set()  # what takes their places
+        self._joining: set[int] = set()  # into places that nobody has
         self._alone: set[int] = set()  # not to be asked for
         self._used: Indices = np.zeros(0, dtype=np.int64)  # in the last step
         self._like: dict[int, Grid] = {}  # by lane: what requests like its request asked for
@@ -133,7 +142,7 @@ class HotReads:
             raise PairError("hot reads take other experts for residents than the rank has")
         if self._ring != set(map(self._index, ring)):
             raise PairError("hot reads take other experts for entries of the ring than the rank has")
-        coming = [self._ring, self._loading, self._arriving]
+        coming = [self._ring, self._loading, self._arriving, self._joining]
         absent = not self._resident[sorted(set().union(*coming))].any()
         if (
             not absent
@@ -165,7 +174,7 @@ class HotReads:
 
     def _plan(self, scores: Grid, max_swaps: int, least: float) -> list[PairSwap]:
         worth = scores.ravel().copy()
-        worth[sorted(self._ring | self._loading | self._arriving | self._alone)] = 0.0
+        worth[sorted(self._ring | self._loading | self._arriving | self._joining | self._alone)] = 0.0
         worth[sorted(self._leaving)] = 1.0
         of = None if self.kinds is None else self.kinds.of
         return swap_plan(worth.reshape(scores.shape), self._resident, self.floor, max_swaps, least, of)
@@ -235,6 +244,53 @@ class HotReads:
         self._arriving.remove(self._index(in_))
         self._sure[out[0]] += 1
 
+    def evicted(self, pairs: Iterable[Pair]) -> None:
+        """These residents are no more; nothing is being read. Raises ValueError for one that is none, or where a layer
+        would keep fewer than its floor."""
+        leaving = [self._index(pair) for pair in pairs]
+        gone = np.bincount([index // self.shape.experts for index in leaving], minlength=self.shape.layers)
+        if not self._resident[leaving].all() or ((self._sure - gone < self.floor) & (gone > 0)).any():
+            raise ValueError("a change of the budget evicts what is not resident, or may not leave")
+        self._resident[leaving] = False
+        self._sure -= gone
+
+    def residents_of_kind(self, kinds: int) -> tuple[int, ...]:
+        """By kind, those that are residents, and those that are being read to become some."""
+        flags = self._resident.copy()
+        flags[list(self._joining)] = True
+        return tuple(np.bincount(self._kind[flags], minlength=kinds).tolist())
+
+    def adopted(self, pair: Pair) -> None:
+        index = self._index(pair)
+        self._ring.remove(index)
+        self._resident[index] = True
+        self._sure[pair[0]] += 1
+
+    def in_ring(self, pair: Pair) -> bool:
+        return self._index(pair) in self._ring
+
+    def next_resident(self, scores: Grid, kind: int) -> Pair | None:
+        """Of what may take a free place for this kind, what `scores` most: an entry of the ring, or what is to be read.
+        None: there is nothing."""
+        allowed = self._absent()
+        allowed[list(self._ring)] = True
+        allowed &= self._kind == kind
+        if not allowed.any():
+            return None
+        return self._pair(int(np.argmax(np.where(allowed, scores.ravel(), -np.inf))))
+
+    def join_begun(self, pair: Pair) -> None:
+        self._joining.add(self._index(pair))
+
+    def joined(self, pair: Pair) -> None:
+        index = self._index(pair)
+        self._joining.remove(index)
+        self._resident[index] = True
+        self._sure[pair[0]] += 1
+
+    def join_dropped(self, pair: Pair) -> None:
+        self._joining.remove(self._index(pair))
+
     def _make_room(self, moves: Moves, victims: Iterator[int], worth: float) -> bool:
         """Frees the slot of the next victim that is expected to carry less than `worth`."""
         for victim in victims:
@@ -267,13 +323,17 @@ class HotReads:
         self._sure[entry // self.shape.experts] += 1
 
     def _is_here(self, index: int) -> bool:
-        return bool(self._resident[index]) or index in self._ring | self._loading | self._arriving
+        return bool(self._resident[index]) or index in self._ring | self._loading | self._arriving | self._joining
 
     def _wanted(self, count: int) -> list[int]:
         """The most wanted absentees, the most wanted first."""
-        absent = ~self._resident
-        absent[list(self._ring | self._loading | self._arriving | self._alone)] = False
-        return _first(np.where(absent, -self.heat.expected, np.inf), count)
+        return _first(np.where(self._absent(), -self.heat.expected, np.inf), count)
+
+    def _absent(self) -> npt.NDArray[np.bool_]:
+        """Neither here nor on their way, and not left alone."""
+        absent: npt.NDArray[np.bool_] = ~self._resident
+        absent[list(self._ring | self._loading | self._arriving | self._joining | self._alone)] = False
+        return absent
 
     def _victims(self, count: int, kind: int) -> list[int]:
         """The least wanted of ring and residents of a kind, the least wanted first, without those used in the last

@@ -184,6 +184,18 @@ class Pilot:
                 self._came[in_] = self._left[out] = self._tokens
         self.plan_version += 1
 
+    def resized(self, evicted: Iterable[Pair], joined: Iterable[Pair]) -> None:
+        """The budget of experts has changed, on every rank: these are residents no more, and these are now. Raises
+        PairError for pairs of which that cannot be."""
+        gone, new = set(evicted), set(joined)
+        if not gone <= self._residents or new & self._residents:
+            raise PairError("the pilot's resident set does not allow the change of the budget")
+        self._residents = (self._residents - gone) | new
+        for pair in gone | new:
+            self._came.pop(pair, None)
+            self._left.pop(pair, None)
+        self.plan_version += 1
+
     def scores(self) -> Grid:
         """[layers, experts]: what a plan made now is made from, requests still running included. Writes nothing."""
         return blended(self._preview(), self.seed.prior if self.seed else None, self.settings.prior_votes)

@@ -1,0 +1,185 @@
+"""The living budget, on rank 0: what a change of the resident set's size would mean, and its way into the steps.
+
+    forecast    what would leave or come, bytes on each rank, what the best sets cover; refused where it cannot be
+    ask         the change is wanted: `engine.motion` begins no reads any more
+    begin       called before each step: when every rank has told of all reads, the next step has the new places
+
+A change is of this run. A restart begins with the profile's budget again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from tided.engine.memory import gb
+from tided.engine.motion import Motion
+from tided.engine.ports import Pilot, Residents
+from tided.errors import RequestError
+from tided.tide.budget import Budget, rebudget
+from tided.tide.coverage import covered
+from tided.tide.demand import Grid
+
+if TYPE_CHECKING:
+    from tided.tide.planner import Pair
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """`hosts`: of each rank. `keep_bytes`: what stays free of a node's memory whatever the budget is."""
+
+    hosts: tuple[str, ...] = ("",)
+    keep_bytes: int = 0
+
+    def refuse_growth(self, more_bytes: int, free_bytes: Mapping[int, int]) -> None:
+        """`more_bytes` on each rank; `free_bytes` of the ranks' nodes, as far as they tell. Raises RequestError."""
+        for rank, free in sorted(free_bytes.items()):
+            asked = more_bytes * self.hosts.count(self.hosts[rank])
+            if asked + self.keep_bytes > free:
+                raise refusal(
+                    f"rank {rank}'s node has {gb(free)} free, of which {gb(self.keep_bytes)} must stay; the change "
+                    f"takes {gb(asked)}"
+                )
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """Of a change, or of none. `bytes`: of residents on a rank. `covered`: of what the next tokens are expected to ask
+    for, what the set serves now and the best of the new size would."""
+
+    resident: int
+    resident_now: int
+    resident_of_profile: int
+    experts: int
+    least: int
+    bytes: int
+    bytes_now: int
+    leave: int
+    come: int
+    covered: float
+    covered_now: float
+    changing: bool  # one is under way
+    may_change: bool
+    applied: bool = False
+
+
+class Budgets:
+    """The engine's thread alone uses it. `resident`: the profile's."""
+
+    def __init__(
+        self, residents: Residents, motion: Motion, pilot: Pilot | None, resident: int, nodes: Nodes | None = None
+    ) -> None:
+        self.nodes = nodes or Nodes()
+        self.resident = self.of_profile = resident
+        self._residents, self._motion, self._pilot = residents, motion, pilot
+        self._asked: int | None = None
+
+    def forecast(self, resident: int | None = None, nbytes: int | None = None) -> Forecast:
+        """Of so many experts, or as many as so many bytes on each rank hold; of neither: as it is. Raises RequestError
+        for a budget that cannot be."""
+        shape, places = self._motion.hot.shape, self._residents.places
+        least, most = shape.layers * self._motion.hot.floor, shape.layers * shape.experts
+        if nbytes is not None:
+            resident = self._of_bytes(nbytes)
+        target = self.resident if resident is None else resident
+        if not least <= target <= most:
+            raise refusal(f"{target} experts: this model needs {least} to {most}")
+        scores, kinds = self._scores(), self._kinds()
+        now = list(self._residents.pairs)
+        if target == self.resident:
+            budget = Budget(places.residents, ())
+        else:
+            self._refuse_what_stands()
+            budget = self._budget(target)
+        left = set(now) - set(budget.evict)
+        best = self._filled(scores, left, budget)
+        sizes = zip(places.nbytes, budget.places, strict=True)
+        return Forecast(
+            target,
+            self.resident,
+            self.of_profile,
+            most,
+            least,
+            sum(size * count for size, count in sizes),
+            places.resident_bytes,
+            len(budget.evict),
+            max(0, sum(budget.places) - len(left)),
+            round(covered(scores, best), 5),
+            round(covered(scores, now), 5),
+            self.changing,
+            places.most is not None and (kinds is not None or self._residents.sizes is None),
+        )
+
+    @property
+    def changing(self) -> bool:
+        return self._asked is not None or self._motion.filling
+
+    def ask(self, resident: int) -> None:
+        self._asked = resident
+        self._motion.hold()
+
+    def begin(self) -> None:
+        """Before each step. Raises PairError where the books do not agree."""
+        if self._asked is None or self._motion.reading:
+            return
+        self._motion.resize(self._budget(self._asked), self._scores())
+        self.resident, self._asked = self._asked, None
+
+    def _budget(self, resident: int) -> Budget:
+        hot, most = self._motion.hot, self._residents.places.most
+        assert most is not None
+        try:
+            return rebudget(self._scores(), self._residents.pairs, resident, hot.floor, most, self._kinds())
+        except ValueError as error:
+            raise refusal(str(error)) from error
+
+    def _scores(self) -> Grid:
+        """[layers, experts]. Without a history all are worth the same."""
+        shape = self._motion.hot.shape
+        return self._pilot.scores() if self._pilot else np.full((shape.layers, shape.experts), 1.0 / shape.experts)
+
+    def _kinds(self) -> Any:
+        return self._pilot.kinds if self._pilot else None
+
+    def _of_bytes(self, nbytes: int) -> int:
+        """The most experts that so many bytes on each rank hold."""
+        shape, places, kinds = self._motion.hot.shape, self._residents.places, self._kinds()
+        if kinds is None:
+            return nbytes // places.nbytes[0]
+        low, high = 0, shape.layers * shape.experts
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if kinds.most_bytes(middle) <= nbytes else (low, middle - 1)
+        return low
+
+    def _refuse_what_stands(self) -> None:
+        if self.changing:
+            raise refusal("a change of the budget is under way", status=409)
+        if self._residents.places.most is None:
+            raise refusal(
+                "the slots are one allocation of a device with memory of its own, or addresses are counted as memory "
+                "here: set experts.resident, and start again"
+            )
+        if self._residents.sizes is not None and self._kinds() is None:
+            raise refusal("records differ in size, and nobody here knows how whole experts do")
+
+    def _filled(self, scores: Grid, left: "set[Pair]", budget: Budget) -> "Sequence[Pair]":
+        """`left`, and what free places would be filled with."""
+        of = self._motion.hot.kind_of
+        room = list(budget.places)
+        for pair in left:
+            room[of(pair)] -= 1
+        filled = list(left)
+        if not any(count > 0 for count in room):
+            return filled
+        for index in np.argsort(-scores, axis=None, kind="stable").tolist():
+            pair = divmod(index, scores.shape[1])
+            if pair not in left and room[of(pair)] > 0:
+                room[of(pair)] -= 1
+                filled.append(pair)
+        return filled
+
+
+def refusal(why: str, status: int = 400) -> RequestError:
+    return RequestError(f"the budget stays as it is: {why}", status=status, code="budget_refused")
