@@ -12,6 +12,7 @@ from tidectl.audit_command import audit
 from tidectl.bench_command import bench
 from tidectl.doctor_command import doctor
 from tidectl.eval_command import evaluate
+from tidectl.budget_command import budget
 from tidectl.fetch_command import fetch
 from tidectl.group import Commands
 from tidectl.guard_command import guard
@@ -101,6 +102,7 @@ app.command()(top)
 app.command("eval")(evaluate)
 app.command()(audit)
 app.command()(guard)
+app.command(context_settings={"ignore_unknown_options": True})(budget)
 
 
 @app.command()

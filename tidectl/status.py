@@ -132,9 +132,18 @@ def health_rows(health: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", str(health.get("model") or "")),
         ("edited", str(edit.get("changes") or "")),
         ("residents", residents_line(health)),
+        ("budget", budget_line(health)),
         ("lanes", lanes_line(lanes, health.get("queue")) if isinstance(lanes, dict) else ""),
         ("speed", f"{speed:.1f} tok/s" if isinstance(speed, int | float) else ""),
     ]
+
+
+def budget_line(health: dict[str, Any]) -> str:
+    """Where it is another than the profile's."""
+    budget = health.get("budget")
+    if not isinstance(budget, dict) or budget.get("resident") == budget.get("resident_of_profile"):
+        return ""
+    return f"{budget.get('resident')} experts until it ends; the profile's: {budget.get('resident_of_profile')}"
 
 
 def residents_line(health: dict[str, Any]) -> str:

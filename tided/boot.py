@@ -24,6 +24,7 @@ import torch
 
 from tided.control.keys import Keys
 from tided.control.lockstep import Follower, Leader, Solo
+from tided.engine.budget import nodes_of
 from tided.engine.build import OpenedModel, Rank, build_rank, draft_depths, open_model, open_source, scheduler_limits
 from tided.engine.core import Engine, FollowerEngine
 from tided.engine.dataplane import TorchGroup
@@ -105,6 +106,8 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
                     pilot,
                     settings.engine.threads,
                     built.reads.about() | {"slots": str(built.residents.arena.placement)},
+                    resident=settings.experts.resident,
+                    nodes=nodes_of(opened),
                 )
                 engine.data_plane = built.link.about() if built.link else {}
                 _serve(engine, 0, state_dir, loop)

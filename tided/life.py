@@ -18,6 +18,7 @@ from tided.control.heartbeat import Heartbeats
 from tided.control.keys import Keys
 from tided.control.memory import Limits, watch
 from tided.control.notify import Notifier
+from tided.control.operator import AskBudget, OperatorSocket
 from tided.control.progress import Progress
 from tided.control.state import Phase, StateFile
 from tided.engine.types import Event
@@ -25,6 +26,7 @@ from tided.errors import PairError, TideError, UnavailableError
 from tided.settings import Settings
 
 if TYPE_CHECKING:  # at run time they are imported when they are needed: torch takes seconds
+    from tided.engine.budget import Forecast
     from tided.engine.core import Engine
     from tided.engine.leader import LeaderEngine
     from tided.front import Front
@@ -53,6 +55,7 @@ class Daemon:
         self._leader: LeaderEngine | None = None  # the same, on rank 0
         self._heartbeats: Heartbeats | None = None
         self._front: Front | None = None
+        self._operator: OperatorSocket | None = None
         self._thread: threading.Thread | None = None
         self._progress = Progress(time.monotonic())
 
@@ -110,6 +113,7 @@ class Daemon:
             from tided.front import Front
 
             self._front = await Front.open(self._settings)
+            self._operator = await self._open_operator()
             self._show("loading", "libraries")
         self._start_engine()
         stop = asyncio.create_task(self._stop.wait())
@@ -117,6 +121,17 @@ class Daemon:
         if not self._outcome.done():
             await self._stop_in_order()
         stop.cancel()
+
+    async def _open_operator(self) -> OperatorSocket:
+        try:
+            return await OperatorSocket.open(self._state.path.parent, self._answer_operator)
+        except OSError as error:
+            where = str(self._state.path.parent)
+            raise UnavailableError(f"no control socket can be made ({error.strerror})", where=where) from error
+
+    async def _answer_operator(self, asked: AskBudget) -> "Forecast":
+        assert self._front is not None
+        return await self._front.client.budget(asked.resident, asked.nbytes, asked.apply)
 
     def _start_engine(self) -> None:
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
@@ -224,6 +239,8 @@ class Daemon:
             if self._heartbeats is not None:
                 await self._heartbeats.fault(error.what)
             await self._show_fault(error)
+        if self._operator is not None:
+            await self._operator.close()
         if self._front is not None:
             await self._front.close(CLOSE_S)
         if self._heartbeats is not None:

@@ -13,9 +13,8 @@ from integrity import at_rest
 from msgspec.structs import replace
 from real_pair import EXL3, Living, opened
 
-from tided.engine.budget import Forecast, Nodes
+from tided.engine.budget import BudgetAsk, Forecast, Nodes
 from tided.engine.build import open_model
-from tided.engine.leader import BudgetAsk
 from tided.engine.types import Failed, Request, Sampling
 from tided.errors import PairError, RequestError
 from tided.settings import Tide

@@ -108,7 +108,7 @@ def test_a_budget_is_that_many_mean_records_worth_of_bytes():
     assert budget - sizes.min() < held <= budget
     arena = build_rank(one, Alone(), pairs, lambda *_: None).residents.arena
     assert sum(kind.residents * kind.nbytes for kind in arena.classes) <= one.kinds.most_bytes(9)
-    assert arena.data.nbytes <= arena_bytes(one) == sum(need.nbytes for need in needs(one, 0)[:2])
+    assert arena.held_bytes <= arena_bytes(one) == sum(need.nbytes for need in needs(one, 0)[:2])
 
 
 @pytest.mark.parametrize("resident", range(5, 16))

@@ -1,5 +1,6 @@
 """Where slots lie: chosen by what a device says and does, and filled without keeping its work waiting."""
 
+import gc
 import threading
 from types import SimpleNamespace
 
@@ -112,6 +113,95 @@ def test_a_registration_that_fails_for_want_of_memory_is_a_shortage(monkeypatch,
     with pytest.raises(kind, match=f"error {code}") as failed:
         Cuda(CUDA).mapped(4096)
     assert is_shortage(failed.value) == (code == 2)
+
+
+class Runtime:
+    """A CUDA runtime that knows what was registered."""
+
+    def __init__(self):
+        self.held = {}
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        assert address not in self.held
+        self.held[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.held[address]
+        return 0
+
+
+def test_segments_are_registered_while_any_of_their_bytes_is_used(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(placement, "SEGMENT_BYTES", 1 << 16)
+    memory = placement.Registered((5 << 16) + 4096)
+    begin = memory.host.data_ptr()
+    memory.use(0, 40_000)
+    memory.use(60_000, 140_000)  # into the third
+    memory.use(5 << 16, (5 << 16) + 4096)
+    segments = {(address - begin) >> 16: nbytes for address, nbytes in runtime.held.items()}
+    assert segments == {0: 1 << 16, 1: 1 << 16, 2: 1 << 16, 5: 4096}
+    memory.host[:200_000] = 7
+    memory.give_back(100_000, 140_000)
+    assert sorted((address - begin) >> 16 for address in runtime.held) == [0, 1, 5]
+    assert not memory.host[2 << 16 : 3 << 16].any(), "the system has its pages"
+    assert memory.host[: 2 << 16].all(), "of what is used in part nothing goes"
+    memory.use(130_000, 140_000)
+    assert sorted((address - begin) >> 16 for address in runtime.held) == [0, 1, 2, 5]
+    del memory
+    gc.collect()
+    assert runtime.held == {}
+
+
+class Elastic(Fake):
+    """Of whose addresses parts are used."""
+
+    def reserved(self, nbytes):
+        self.memory = placement.Reserved(nbytes)
+        self.used = []
+        monitor = SimpleNamespace(
+            use=lambda *part: self.used.append(part),
+            give_back=lambda *part: (self.used.append(("back", *part)), self.memory.give_back(*part)),
+        )
+        return self.memory.host, self.memory.host, monitor
+
+
+def test_slots_of_one_memory_are_used_and_given_back_in_parts(monkeypatch):
+    """The arena of a device that reads the system's memory."""
+    fake = Elastic()
+    monkeypatch.setattr("tided.experts.arena.slots_on", lambda _, *args, **most: slots_on(CUDA, *args, fake, **most))
+    arena = Arena(RECORD, 4, 2, torch.device("cpu"), urgent=1, most=20)
+    size = RECORD.slot_bytes
+    assert arena.data.shape == (20 + 2 + 2, size)
+    assert fake.used == [(0, 6 * size), (22 * size, 24 * size)]
+    assert arena.held_bytes == 8 * size
+    for at in range(4):
+        slot = arena.take()
+        arena.load(slot, lambda out, at=at: out.__setitem__(slice(None), bytes([at + 1]) * size))
+        arena.hold(slot, (0, at))
+    arena.resize([10])
+    assert fake.used[-1] == (6 * size, 12 * size)
+    arena.drop((0, 0))
+    arena.drop((0, 1))
+    moved = arena.resize([2])
+    assert fake.used[-1] == ("back", 4 * size, 12 * size)
+    assert not moved
+    arena.check()
+    moved = arena.resize([1]) if arena.slot_of((0, 3)) == 3 else {}
+    assert moved == {(0, 3): arena.slot_of((0, 3))}
+    assert arena.data[arena.slot_of((0, 3))].eq(4).all()
+    arena.check()
+
+
+def test_where_addresses_cannot_be_had_the_budget_stands():
+    slots = slots_on(CUDA, 6, 4096, Fake(), most_units=90)
+    assert slots.data.shape == (6, 4096)
+    assert slots.memory is None
+    assert slots.placement.direct
+    own = slots_on(CUDA, 6, 4096, Fake(integrated=False), most_units=90)
+    assert own.data.shape == (6, 4096)
+    assert own.memory is None
 
 
 class Event:

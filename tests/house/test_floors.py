@@ -49,6 +49,7 @@ FLOORS: dict[str, set[str]] = {
         "tided.control.state",
         "tided.control.files",
         "tided.control.keys",
+        "tided.control.operator",
         "tided.engine.offline",
         "tided.engine.offline_scores",
         "tided.engine.build",

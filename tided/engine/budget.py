@@ -7,14 +7,15 @@
 A change is of this run. A restart begins with the profile's budget again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from tided.engine.memory import gb
+from tided.engine import memory
+from tided.engine.memory import gb, passing_bytes
 from tided.engine.motion import Motion
 from tided.engine.ports import Pilot, Residents
 from tided.errors import RequestError
@@ -23,6 +24,7 @@ from tided.tide.coverage import covered
 from tided.tide.demand import Grid
 
 if TYPE_CHECKING:
+    from tided.engine.build import OpenedModel
     from tided.tide.planner import Pair
 
 
@@ -44,6 +46,13 @@ class Nodes:
                 )
 
 
+def nodes_of(opened: "OpenedModel") -> Nodes:
+    """What both gates of a start leave free, stays."""
+    settings, hosts = opened.settings, memory.hosts(opened.settings)
+    chunks = passing_bytes(opened) * max(map(hosts.count, hosts)) + settings.memory.exit_below_bytes
+    return Nodes(hosts, max(settings.memory.reserve_bytes, chunks))
+
+
 class Forecast(msgspec.Struct, frozen=True):
     """Of a change, or of none. `bytes`: of residents on a rank. `covered`: of what the next tokens are expected to ask
     for, what the set serves now and the best of the new size would."""
@@ -62,6 +71,17 @@ class Forecast(msgspec.Struct, frozen=True):
     changing: bool  # one is under way
     may_change: bool
     applied: bool = False
+
+
+class BudgetAsk(NamedTuple):
+    """Experts, or bytes of them on each rank; neither: how it stands. `free_bytes`: of the ranks' nodes. `reply` is
+    called by the engine's thread, with what it would mean or why it cannot be."""
+
+    resident: int | None
+    nbytes: int | None
+    apply: bool
+    free_bytes: Mapping[int, int]
+    reply: Callable[[Forecast | RequestError], None]
 
 
 class Budgets:

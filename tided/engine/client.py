@@ -21,6 +21,7 @@ from tided.control.memory import available_bytes
 from tided.engine.audit import Auditor
 from tided.engine.board import ExpertBoard, Figures, HeatLevels, cells, held
 from tided.engine.board import as_json as as_map
+from tided.engine.budget import BudgetAsk, Forecast
 from tided.engine.speed import DecodeSpeed
 from tided.engine.stats import Residency, rounded
 from tided.engine.trace import Traces, as_json
@@ -31,6 +32,7 @@ from tided.tide.heat import Weights
 State = Literal["starting", "ready", "draining", "fault"]
 RECENT_STATS = 100
 CANCEL_GRACE_S = 2.0
+BUDGET_S = 100.0  # the engine answers between two steps
 
 
 class EngineThread(Protocol):
@@ -54,6 +56,13 @@ class EngineThread(Protocol):
 
     @property
     def seq(self) -> int: ...
+
+    @property
+    def living(self) -> tuple[int, int]:
+        """The budget of experts, and the profile's."""
+        ...
+
+    def ask_budget(self, ask: BudgetAsk) -> None: ...
 
     def submit(self, request: Request, guide: Guide | None = None, pixels: Sequence[Pixels] = ()) -> None: ...
 
@@ -194,6 +203,31 @@ class EngineClient:
         """The open requests that somebody waits for."""
         return [answer for answer in self._open.values() if not answer.request.background]
 
+    async def budget(self, resident: int | None, nbytes: int | None, apply: bool) -> Forecast:
+        """What another budget of experts would mean; `apply`: it begins with one of the next steps. Raises RequestError
+        for one that cannot be, and when nothing is served."""
+        engine = self._ready()
+        found: asyncio.Future[Forecast | RequestError] = self._loop.create_future()
+
+        def tell(answer: Forecast | RequestError) -> None:
+            if not found.done():
+                found.set_result(answer)
+
+        def reply(answer: Forecast | RequestError) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(tell, answer)
+
+        engine.ask_budget(BudgetAsk(resident, nbytes, apply, self._available_bytes(), reply))
+        answer = await asyncio.wait_for(found, BUDGET_S)
+        if isinstance(answer, RequestError):
+            raise answer
+        return answer
+
+    def _available_bytes(self) -> dict[int, int]:
+        """Of the ranks' nodes, as far as they tell."""
+        own = available_bytes()
+        return ({} if own is None else {0: own}) | self.peer_bytes
+
     @property
     def waiting(self) -> int:
         return sum(not answer.started for answer in self._asked)
@@ -257,10 +291,9 @@ class EngineClient:
             return {}
         figures = asdict(self._engine.figures)
         reads = dataclasses.asdict(figures.pop("reads"))
-        own = available_bytes()
-        memory = ({} if own is None else {0: own}) | self.peer_bytes
         figures["lanes"] = [asdict(lane) for lane in figures["lanes"]]
-        return figures | {f"reads_{name}": value for name, value in reads.items()} | {"available_bytes": memory}
+        memory = {"available_bytes": self._available_bytes()}
+        return figures | {f"reads_{name}": value for name, value in reads.items()} | memory
 
     def health(self) -> dict[str, Any]:
         """A snapshot: no lock, no tensor, no wait."""
@@ -280,6 +313,7 @@ class EngineClient:
                 "residents_by_layer": residency.by_layer,
                 "residents_bytes_share": residency.bytes_share,
                 "experts": residency.total,
+                "budget": dict(zip(("resident", "resident_of_profile"), engine.living, strict=True)),
                 "generation": residency.generation,
                 "mask_hash": residency.mask_hash,
                 "expert_reads": dict(engine.expert_reads),

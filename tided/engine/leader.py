@@ -15,7 +15,7 @@ from msgspec import structs
 
 from tided.control.messages import Change, Recalled, Step, Stop
 from tided.engine.board import FIGURES_EVERY_S, ExpertBoard, Figures
-from tided.engine.budget import Budgets, Forecast, Nodes
+from tided.engine.budget import BudgetAsk, Budgets, Forecast, Nodes
 from tided.engine.checks import check_images, check_request
 from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S, REST_AFTER_S, Engine, OnFault
 from tided.engine.executor import Executor
@@ -45,17 +45,6 @@ class Submission(NamedTuple):
 
 class Cancellation(NamedTuple):
     request_id: str
-
-
-class BudgetAsk(NamedTuple):
-    """Experts, or bytes of them on each rank; neither: how it stands. `free_bytes`: of the ranks' nodes. `reply` is
-    called by the engine's thread, with what it would mean or why it cannot be."""
-
-    resident: int | None
-    nbytes: int | None
-    apply: bool
-    free_bytes: Mapping[int, int]
-    reply: Callable[[Forecast | RequestError], None]
 
 
 Command = Submission | Cancellation | BudgetAsk | Stop

@@ -39,8 +39,8 @@ class PairUse(msgspec.Struct, frozen=True):
 class Movement(msgspec.Struct, frozen=True):
     """Something that happened to a pair in a step, `ms` after the request was taken in. `asked`: a read began, for
     the place of `out` or for the ring; `routable`: every rank had it; `promoted`: from the ring to a resident's place
-    `out`, or to a free one; `left`: no longer routable; `not read`: some rank could not. `why`: the moment of its plan, "hot read", or
-    "budget"."""
+    `out`, or to a free one; `left`: no longer routable; `not read`: some rank could not. `why`: the moment of its
+    plan, "hot read", or "budget"."""
 
     step: int
     ms: float

@@ -1,0 +1,112 @@
+"""`tidectl budget`: the living budget of experts, asked of rank 0 by its socket in the state directory."""
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tidectl.output import emit, say
+from tidectl.state import state_dir
+from tidectl.waiting import Item, waiting
+from tided.control.operator import AskBudget, ask
+from tided.errors import UsageError
+
+POLL_S = 0.2
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+AMOUNT = re.compile(
+    r"(?P<sign>[+-]?)(?P<number>\d[\d_,]*(?:\.\d+)?)\s*(?:(?P<experts>experts?|e)|(?P<unit>[kmgt]i?)b?|b)?",
+    re.IGNORECASE,
+)
+EXAMPLES = "70G, 10000 experts, +5G or -200 experts"
+
+
+def run(amount: str, yes: bool, as_json: bool) -> None:
+    directory = state_dir()
+    now = ask(directory, AskBudget())
+    if not amount:
+        _show(now, as_json)
+        return
+    question = wanted(amount, now)
+    found = ask(directory, question)
+    if found["resident"] == found["resident_now"]:
+        _show(found, as_json)
+        return
+    if not as_json:
+        say("\n".join(words(found)))
+    if not yes:
+        _confirm()
+    applied = ask(directory, AskBudget(question.resident, question.nbytes, apply=True))
+    after = _follow(lambda: ask(directory, AskBudget()), applied)
+    if as_json:
+        emit("budget/1", {**applied, "bytes_after": after["bytes_now"]})
+    else:
+        say(f"done: {after['resident_now']} experts, {_gb(after['bytes_now'])} on each rank")
+        say(f"until the ranks end: a start begins with the profile's {after['resident_of_profile']}", "dim")
+
+
+def wanted(amount: str, now: dict[str, Any]) -> AskBudget:
+    """Raises UsageError for what is no amount. Without a unit a number is experts."""
+    found = AMOUNT.fullmatch(amount.strip())
+    if found is None:
+        raise UsageError(f"'{amount}' is no budget", hint=f"for example {EXAMPLES}")
+    number = float(re.sub("[_,]", "", found["number"]))
+    sign = {"+": 1, "-": -1}.get(found["sign"], 0)
+    is_bytes = found["experts"] is None and amount.strip()[-1].isalpha()
+    if is_bytes:
+        nbytes = round(number * UNITS[(found["unit"] or "").lower()])
+        return AskBudget(nbytes=max(0, now["bytes_now"] + sign * nbytes if sign else nbytes))
+    if number != int(number):
+        raise UsageError(f"'{amount}': experts are whole", hint=f"for example {EXAMPLES}")
+    return AskBudget(resident=max(0, now["resident_now"] + sign * int(number) if sign else int(number)))
+
+
+def words(found: dict[str, Any]) -> list[str]:
+    """What a change would mean."""
+    more = found["bytes"] - found["bytes_now"]
+    moves = f"{found['leave']} leave at once" if found["leave"] else f"{found['come']} are read while it serves"
+    return [
+        f"experts   {found['resident_now']} -> {found['resident']} of {found['experts']}: {moves}",
+        f"memory    {_gb(found['bytes_now'])} -> {_gb(found['bytes'])} on each rank ({'+' if more > 0 else '-'}"
+        f"{_gb(abs(more))})",
+        f"covered   {found['covered_now']:.2%} -> {found['covered']:.2%} of the routing weight that is expected",
+    ]
+
+
+def _show(now: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        emit("budget/1", now)
+        return
+    of, profile = now["resident_now"], now["resident_of_profile"]
+    moving = ", a change is under way" if now["changing"] else ""
+    say(f"experts   {of} of {now['experts']}{moving}; the profile's are {profile}")
+    say(f"memory    {_gb(now['bytes_now'])} on each rank; {now['least']} experts are the least")
+    say(f"covered   {now['covered_now']:.2%} of the routing weight that is expected")
+    if not now["may_change"]:
+        say("it cannot change while it serves here: set experts.resident, and start again")
+
+
+def _follow(look: Callable[[], dict[str, Any]], applied: dict[str, Any]) -> dict[str, Any]:
+    """Until the places are filled. What is interrupted goes on all the same."""
+    with waiting() as show:
+        while True:
+            now = look()
+            state = (
+                f"{now['resident_now']} experts" if now["resident_now"] == applied["resident"] else "waits for reads"
+            )
+            show([Item("budget", state)])
+            if not now["changing"]:
+                return now
+            time.sleep(POLL_S)
+
+
+def _confirm() -> None:
+    if not sys.stdin.isatty():
+        raise UsageError("this asks before it changes anything", hint="off a terminal, say --yes")
+    import typer
+
+    typer.confirm("change it?", abort=True, err=True)
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 100_000_000 else f"{nbytes / 1e6:,.2f} MB"
