@@ -10,9 +10,9 @@ import typer
 
 from tidectl.audit_command import audit
 from tidectl.bench_command import bench
+from tidectl.budget_command import budget
 from tidectl.doctor_command import doctor
 from tidectl.eval_command import evaluate
-from tidectl.budget_command import budget
 from tidectl.fetch_command import fetch
 from tidectl.group import Commands
 from tidectl.guard_command import guard

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tided.engine.memory import Node
     from tided.tide.demand import Grid
 
-LIKE_OF = {"ds41-mxfp4": "ds41"}  # bundled profiles of models whose inventory this build knows without a checkpoint
+LIKE_OF = {"ds41-mxfp4": "ds41", "glm53-exl3": "glm53"}  # bundled profiles of models whose inventory this build knows without a checkpoint
 POINTS = 12  # of the curve
 GB = 1e9
 
@@ -90,7 +90,7 @@ def _opened(settings: Settings, profile: Path, like: str | None) -> Iterator[tup
     from tided.engine.synthetic import plan, synthesise
 
     with tempfile.TemporaryDirectory(prefix="tidelm-plan-") as folder:
-        synthesise(Path(folder), plan(made_up, 40, 384, 16_000_000, 0, held=True), lambda done, total: None)
+        synthesise(Path(folder), plan(made_up, None, None, None, 0, held=True), lambda done, total: None)
         model = structs.replace(settings.model, path=folder, dense="", overlay="", ablation="")
         yield open_model(structs.replace(settings, model=model)), made_up
 

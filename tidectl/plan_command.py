@@ -27,7 +27,7 @@ def plan(
         typer.Option(metavar="GB", min=0.1, help="What each GPU has of its own.  [default: it shares the node's]"),
     ] = None,
     like: Annotated[
-        Literal["ds41"] | None,
+        Literal["ds41", "glm53"] | None,
         typer.Option(help="Plan for a released model's shapes, without its checkpoint.  [default: the profile's]"),
     ] = None,
     json: Json = False,

@@ -44,11 +44,6 @@ class Residents(Protocol):
         ...
 
     @property
-    def bytes_share(self) -> float | None:
-        """Of all experts' bytes, what residents take; None: all are of one size."""
-        ...
-
-    @property
     def by_layer(self) -> tuple[int, ...]: ...
 
     @property
