@@ -215,6 +215,7 @@ async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
             last_step_s=0.0,
             expert_reads={"source": "pack"},
             data_plane={"sum_us": 12.0},
+            living=(8, 9),
         )
     )
 
