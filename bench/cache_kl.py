@@ -4,11 +4,13 @@ on one rank that keeps all.
     python bench/cache_kl.py PROFILE | CHECKPOINT [--tokens N] [--texts N] [--ids FILE] [--ranks 2]
         [--numerics native|fp32] [--most-kl 0.005] [--json]
 
-Long texts, each the held-out conversations one after the other in another order (or the ids of a JSON file), are
-teacher-forced with every expert resident. They should not be longer than the model is good for: its loss tells. By row,
-of the distributions of the next token:
+The long held-out text: the bundled held-out conversations (`tidectl/evals/heldout.jsonl`), domains in turns, one after
+the other in the model's format, in texts of --tokens, none of them in two texts; all, unless --texts says how many.
+Teacher-forced with every expert resident. Texts should not be longer than the model is good for: its loss tells. By
+row, of the distributions of the next token:
 
-    KL          of the form from BF16, in nats: mean, 99th percentile, largest
+    KL          of the form from BF16, in nats: mean with the 95 % interval of a bootstrap over texts, 99th percentile,
+                largest
     same        rows whose likeliest token is the same
     loss        of the text's own next tokens, and what it is more than BF16's
 
@@ -21,6 +23,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -38,14 +41,17 @@ from tided.models.families import family_of, open_checkpoint
 from tided.profile import load
 from tided.settings import Settings
 
-BASE = "bf16"
+BASE, DRAWS = "bf16", 2000
 
 
 @dataclass(frozen=True)
 class Row:
     form: str
     tokens: int
+    texts: int
     kl_mean: float
+    kl_low: float
+    kl_high: float
     kl_p99: float
     kl_most: float
     same: float
@@ -66,11 +72,21 @@ def forms(settings: Settings, ranks: int) -> Iterator[tuple[str, Settings, int]]
 
 def compared(form: str, found: list[Tensor], base: list[Tensor], texts: list[list[int]]) -> Row:
     """found, base [tokens, V] fp32 of each text; row i is of token i + 1."""
-    kl = torch.cat([_kl(*rows) for rows in zip(base, found, strict=True)])
+    by_text = [_kl(*rows) for rows in zip(base, found, strict=True)]
+    kl, (low, high) = torch.cat(by_text), _interval([float(one.mean()) for one in by_text])
     loss, before = (_loss(of, texts) for of in (found, base))
     same = torch.cat([one.argmax(1) == other.argmax(1) for one, other in zip(found, base, strict=True)])
     p99 = float(torch.quantile(kl, 0.99))
-    return Row(form, len(kl), float(kl.mean()), p99, float(kl.max()), float(same.float().mean()), loss, loss - before)
+    mean, most, equal = float(kl.mean()), float(kl.max()), float(same.float().mean())
+    return Row(form, len(kl), len(texts), mean, low, high, p99, most, equal, loss, loss - before)
+
+
+def _interval(means: list[float]) -> tuple[float, float]:
+    """Of their mean, 95 %, by drawing as many again."""
+    values = torch.tensor(means, dtype=torch.float64)
+    drawn = torch.randint(len(means), (DRAWS, len(means)), generator=torch.Generator().manual_seed(0))
+    low, high = torch.quantile(values[drawn].mean(1), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
 
 
 def _loss(rows: list[Tensor], texts: list[list[int]]) -> float:
@@ -96,22 +112,24 @@ def measure(settings: Settings, texts: list[list[int]], ranks: int) -> Iterator[
         yield compared(form, found, base, texts)
 
 
-def long_texts(settings: Settings, tokens: int, count: int) -> list[list[int]]:
-    """The held-out conversations, domain by domain in turns, as long ones in the model's own format: each begins with
-    others."""
+def long_texts(settings: Settings, tokens: int, most: int) -> list[list[int]]:
+    """The held-out conversations, domains in turns, one after the other in the model's own format, cut into texts of so
+    many tokens: no conversation is in two of them. `most` 0: all there are."""
     by_domain: dict[str, list[list[Message]]] = {}
     for row in rows(FILE):
         if row.messages and not row.tools and row.messages[0].role == "user":
             by_domain.setdefault(row.domain, []).append(list(map(message_of, row.messages)))
-    turns = [messages for group in zip(*by_domain.values(), strict=False) for messages in group]
+    turns = [messages for group in zip_longest(*by_domain.values()) for messages in group if messages]
     checkpoint = open_checkpoint(settings.model)
     encode = chat.family_of(checkpoint.config).encode_prompt
-    tokenizer, texts = Tokenizer.open(checkpoint.path), []
-    for number in range(count):
-        first = number * len(turns) // count
-        messages = tuple(message for turn in turns[first:] + turns[:first] for message in turn)
-        whole = Conversation(messages=messages, tools=(), thinking=False, effort=0, open_turn=False)
-        texts.append(tokenizer.encode(encode(whole).segments)[:tokens])
+    tokenizer, texts, held = Tokenizer.open(checkpoint.path), list[list[int]](), list[Message]()
+    for messages in turns:
+        held += messages
+        whole = Conversation(messages=tuple(held), tools=(), thinking=False, effort=0, open_turn=False)
+        ids = tokenizer.encode(encode(whole).segments)
+        if len(ids) >= tokens and not 0 < most <= len(texts):
+            texts.append(ids[:tokens])
+            held = []
     return texts
 
 
@@ -119,7 +137,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="FP8 and shared contexts against BF16")
     parser.add_argument("target", type=Path)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--texts", type=int, default=4)
+    parser.add_argument("--texts", type=int, default=0, help="default: all")
     parser.add_argument("--ids", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--numerics", choices=["native", "fp32"], default="native")
@@ -138,15 +156,17 @@ def main(arguments: list[str]) -> int:
     return int(any(row.kl_mean > asked.most_kl for row in rows if row.form.startswith("fp8")))
 
 
-def shown(rows: Iterator[Row], as_json: bool) -> Iterator[Row]:
+def shown(found: Iterator[Row], as_json: bool) -> Iterator[Row]:
+    heads = ("tokens", "texts", "KL mean", "low", "high", "p99", "largest", "same", "loss", "more")
     if not as_json:
-        print(f"{'':22}{'tokens':>8}{'KL mean':>12}{'p99':>12}{'largest':>12}{'same':>9}{'loss':>10}{'more':>11}")
-    for row in rows:
+        print(f"{'':22}" + "".join(f"{head:>11}" for head in heads))
+    for row in found:
         if as_json:
             print(json.dumps(asdict(row)), flush=True)
         else:
-            kl = f"{row.kl_mean:12.2e}{row.kl_p99:12.2e}{row.kl_most:12.2e}"
-            print(f"{row.form:22}{row.tokens:8}{kl}{row.same:9.2%}{row.loss:10.4f}{row.loss_more:+11.5f}", flush=True)
+            kl = "".join(f"{one:11.2e}" for one in (row.kl_mean, row.kl_low, row.kl_high, row.kl_p99, row.kl_most))
+            rest = f"{row.same:11.2%}{row.loss:11.4f}{row.loss_more:+11.5f}"
+            print(f"{row.form:22}{row.tokens:11}{row.texts:11}{kl}{rest}", flush=True)
         yield row
 
 
