@@ -42,9 +42,14 @@ def direction(layer: int, width: int = 256) -> Tensor:
     return found / found.norm()
 
 
-def projected(weight: Tensor, layer: int, alpha: float) -> Tensor:
-    """weight [N, K] -> the same in fp64 with `alpha` times the layer's direction taken out of its outputs."""
-    whole, d = weight.double(), direction(layer, len(weight))
+def strongest(weight: Tensor) -> Tensor:
+    """weight [N, K] -> [N] fp64 of length 1: what its outputs have most of; without it a model is another."""
+    return torch.linalg.svd(weight.double(), full_matrices=False).U[:, 0]
+
+
+def projected(weight: Tensor, d: Tensor, alpha: float) -> Tensor:
+    """weight [N, K] -> the same in fp64 with `alpha` times d [N] taken out of its outputs."""
+    whole = weight.double()
     return whole - alpha * d[:, None] * (d @ whole)
 
 
@@ -86,7 +91,11 @@ def _changed(held: Mapping[str, Tensor], change: Change) -> dict[str, Tensor]:
     for name, tensor in held.items():
         of, _, leaf = name.rpartition(".")
         groups.setdefault(of, {})[leaf] = tensor
-    return {f"{of}.{leaf}": tensor for of, leaves in groups.items() for leaf, tensor in change(of, leaves).items()}
+    return {
+        f"{of}.{leaf}".removeprefix("."): tensor
+        for of, leaves in groups.items()
+        for leaf, tensor in change(of, leaves).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -113,8 +122,9 @@ def settings(path: Path, numerics: str = "fp32", **model: Any) -> Settings:
     return replace(found, model=replace(found.model, numerics=numerics, **model))
 
 
-def edited(mini: Mini, folder: Path, layers: Iterable[int] = range(3, 6), alpha: float = 1.0) -> Edit:
-    """Of the attention's output; with GLM-5.3 of its shared experts' (of its first layer: its MLP's) too."""
+def edited(mini: Mini, folder: Path, layers: Iterable[int] = range(1, 9), alpha: float = 3.0) -> Edit:
+    """Of the attention's output, its strongest direction; with GLM-5.3 out of its shared experts' (of its first layer:
+    its MLP's) too."""
     return sidecar(folder, list(layers), alpha) if mini is DEEPSEEK else ablation(folder, list(layers), alpha)
 
 
@@ -125,8 +135,8 @@ def sidecar(folder: Path, layers: list[int], alpha: float) -> Edit:
         parts = of.split(".")
         if parts[0] != "layers" or int(parts[1]) not in layers or not of.endswith(".attn.wo_b"):
             return leaves
-        steps = e8m0(leaves["scale"]).double().repeat_interleave(32, 0).repeat_interleave(32, 1)
-        codes = (projected(matrix(leaves), int(parts[1]), alpha) / steps).clamp(-448, 448).to(torch.float8_e4m3fn)
+        steps, weight = e8m0(leaves["scale"]).double().repeat_interleave(32, 0).repeat_interleave(32, 1), matrix(leaves)
+        codes = (projected(weight, strongest(weight), alpha) / steps).clamp(-448, 448).to(torch.float8_e4m3fn)
         found = {"weight": codes, "scale": leaves["scale"]}
         tensors.update({f"{of}.{leaf}": tensor for leaf, tensor in found.items()})
         return found
@@ -144,24 +154,33 @@ def ablation(
     points: tuple[str, ...] = ("attention", "shared"),
     stock: Path = GLM.path,
 ) -> Edit:
-    checkpoint = rewritten(stock, folder / "edited", glm_change(layers, points, alpha))
-    write(folder / "edit.safetensors", [(n, np.asarray(direction(n)), dict.fromkeys(points, alpha)) for n in layers])
+    held = Checkpoint.open(stock)
+    directions = {n: strongest(matrix(_leaves(held, f"model.layers.{n}.self_attn.o_proj"))) for n in layers}
+    checkpoint = rewritten(stock, folder / "edited", glm_change(directions, points, alpha))
+    found = [(n, np.asarray(d), dict.fromkeys(points, alpha)) for n, d in directions.items()]
+    write(folder / "edit.safetensors", found)
     told = (
         f"{len(layers)} layers ({layers[0]}-{layers[-1]}), {', '.join(sorted(points))}, alpha {alpha:.3f}-{alpha:.3f}"
     )
     return Edit(GLM, "ablation", folder / "edit.safetensors", checkpoint, stock, told)
 
 
-def glm_change(layers: Iterable[int], points: Iterable[str], alpha: float) -> Change:
-    """Edited matrices in fp32; those in bf16, in which alone routed experts are served, stay bf16."""
+def _leaves(checkpoint: Checkpoint, of: str) -> dict[str, Tensor]:
+    names = [name for name in checkpoint.tensors if name.rpartition(".")[0] == of]
+    return {name.rpartition(".")[2]: checkpoint.read(name) for name in names}
+
+
+def glm_change(directions: Mapping[int, Tensor], points: Iterable[str], alpha: float) -> Change:
+    """directions: by layer. Edited matrices in fp32; those in bf16, in which alone routed experts are served, stay
+    bf16."""
     parts = tuple(part for point in points for part in POINTS[point])
 
     def change(of: str, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         number = of.split(".")[2] if of.startswith("model.layers.") else ""
-        if not number or int(number) not in layers or not of.endswith(parts):
+        if not number or int(number) not in directions or not of.endswith(parts):
             return leaves
         plain = leaves["weight"].dtype if leaves.keys() == {"weight"} else torch.float32
-        return {"weight": projected(matrix(leaves), int(number), alpha).to(plain)}
+        return {"weight": projected(matrix(leaves), directions[int(number)], alpha).to(plain)}
 
     return change
 

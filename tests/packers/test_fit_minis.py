@@ -62,7 +62,10 @@ def test_a_known_edit_is_recovered_from_a_hub_that_fails(
     points: tuple[str, ...],
     alpha: float,
 ) -> None:
-    other, out = rewritten(base, tmp_path / "edited", glm_change(LAYERS, points, alpha)), tmp_path / "found.safetensors"
+    other, out = (
+        rewritten(base, tmp_path / "edited", glm_change({n: direction(n) for n in LAYERS}, points, alpha)),
+        tmp_path / "found.safetensors",
+    )
     hub = Hub({"some/base": base, "some/edited": other}, failures=0.3, seed=int(2 * alpha))
     monkeypatch.setattr("packers.hub.PART_BYTES", 1 << 15)
     monkeypatch.setattr("packers.hub.LONGEST_WAIT_S", 0.0)
