@@ -255,6 +255,7 @@ async def test_steps_that_arrive_with_one_wake_up_are_counted_once(monkeypatch):
             last_step_s=0.0,
             expert_reads={"source": "pack"},
             data_plane={"sum_us": 12.0},
+            living=(8, 9),
         )
     )
     answer = client.submit(request("a"))
