@@ -39,7 +39,7 @@ resolve: setup ## the tested versions resolve for x86_64 and aarch64 (nothing is
 	    || exit 1; echo "$$machine: resolved"; done
 
 test: lint resolve ## everything that can be tested without an accelerator
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not gpu and not systemd"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not browser and not gpu and not systemd"
 
 test-ssh: setup ## two nodes on this machine by a real ssh (root, openssh-client and openssh-server)
 	$(BIN)/pytest -rs tests/tidectl/test_real_ssh.py
@@ -68,6 +68,9 @@ faults: setup ## a simulated pair 1,000 times, the mini pair at every stage of i
 
 bench: setup ## where a decode step of the mini model spends its time, on two ranks
 	$(BIN)/python bench/decode_step.py profiles/mini-deepseek.toml
+
+bench-viewers: setup ## what four viewers of the expert map cost a running answer; fails where that can be measured (to be run at rest)
+	$(BIN)/python bench/viewers.py
 
 bench-http: setup ## what HTTP costs a token of 8 streams; fails where that is too much (to be run at rest)
 	$(BIN)/python bench/http_overhead.py
@@ -107,4 +110,4 @@ uninstall: ## take that away again; models, histories and profiles stay
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
-.PHONY: help setup demo install uninstall lint resolve test fuzz soak faults test-page test-systemd test-ssh test-gpu bench bench-http clean
+.PHONY: help setup demo install uninstall lint resolve test fuzz soak faults test-page test-systemd test-ssh test-gpu bench bench-http bench-viewers clean

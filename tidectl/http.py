@@ -58,6 +58,17 @@ def context_tokens(url: str, key: str) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def models(url: str, key: str) -> list[str]:
+    """Names of the models that a server of OpenAI's API has; none where it does not tell."""
+    try:
+        with _response(url, "GET", "/v1/models", None, _headers(key), CONNECT_S) as response:
+            body = _json(response.read(MAX_LINE_BYTES))
+    except TideError:
+        return []
+    cards = body.get("data") if isinstance(body, dict) else None
+    return [str(card["id"]) for card in cards or [] if isinstance(card, dict) and card.get("id")]
+
+
 def trace(url: str, key: str, request_id: str) -> dict[str, Any]:
     """What became of the experts that a request wanted; `latest`: of the newest that has ended."""
     path = f"/v1/requests/{quote(request_id, safe='')}/residency"

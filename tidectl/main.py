@@ -233,21 +233,37 @@ def chat(
     thinking: Annotated[
         bool | None, typer.Option(help="Whether the model thinks first.  [default: the server's]")
     ] = None,
+    fidelity: Annotated[
+        Literal["fast", "balanced", "exact"] | None,
+        typer.Option(
+            help="What becomes of missing experts: substituted, read if heavy, read.  [default: the server's]"
+        ),
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="An image that goes with the question; may be given again."),
+    ] = None,
+    model: Annotated[str, typer.Option(metavar="NAME", help="For servers of many models; TideLM needs none.")] = "",
     stream: Annotated[bool, typer.Option(help="Show the answer while it is made.")] = True,
+    markdown: Annotated[bool, typer.Option(help="On a terminal: draw markdown, fold the thinking.")] = True,
     json: Json = False,
 ) -> None:
     """Ask the model a question, or talk with it.
 
-    The answer goes to stdout; thinking and statistics go to stderr.
+    The answer goes to stdout; thinking and statistics go to stderr. On a terminal markdown is drawn and the thinking is
+    folded; in a conversation /help tells what else there is. Any server of OpenAI's API will do.
 
     \b
       tidectl chat "How many legs does a spider have?"
+      tidectl chat --image cat.png "What is this?"
       tidectl chat --no-thinking --max-tokens 200 < question.txt > answer.txt
       tidectl chat
     """
     from tidectl import chat
 
-    chat.run(prompt, url, chat.Options(system, max_tokens, temperature, thinking, stream), json)
+    images = tuple(image or ())
+    options = chat.Options(system, max_tokens, temperature, thinking, stream, model, fidelity or "", images, markdown)
+    chat.run(prompt, url, options, json)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from tests.page.conftest import NO_BROWSER, chromium
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.browser,
     pytest.mark.skipif(chromium() is None, reason=NO_BROWSER),
 ]
 

@@ -11,7 +11,7 @@ import pytest
 from tests.page.browser import Page
 from tests.page.sea import HOT, LOADING, MISSING, RESIDENT, Sea, served
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.browser]
 
 READY = "view.now && document.getElementById('lanes').children.length > 1"
 

@@ -105,8 +105,11 @@ def shown(text: str, columns: int, rows: int) -> list[str]:
             row, column = (row, 0) if control == "\r" else (min(row + 1, rows - 1), column)
         elif command == "H":
             row, column = (int(part) - 1 for part in (given or "1;1").split(";"))
+        elif command == "A":
+            row = max(0, row - int(given or 1))
         elif command == "K" and row < rows:
-            cells[row][column:] = [" "] * (columns - min(column, columns))
+            first = 0 if given == "2" else min(column, columns)
+            cells[row][first:] = [" "] * (columns - first)
         elif command == "J":
             cells = [[" "] * columns for _ in range(rows)]
     return ["".join(line).rstrip() for line in cells]
