@@ -62,6 +62,8 @@ def restart(profile: Path | None, timeout_s: float, as_json: bool, here_alone: b
             show([Item("checking", f"{profiles.name_of(str(chosen))}, beside what runs")])
             differing.refuse(settings, nodes)
         stopping.stop(directory, None)
+        with Team(nodes, directory) as team:
+            stopping.settle(team)
     runner.claim(directory)
     check_ports(settings)
     with Team(nodes, directory) as team:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tidectl import http, profiles, record, runner, supervisor
-from tidectl.node_messages import End, Ends
+from tidectl.node_messages import End, Ends, Look, Seen
+from tidectl.nodes import Node
 from tidectl.output import say
 from tidectl.running import url_of
 from tidectl.team import Team
@@ -18,6 +19,8 @@ from tided.settings import Settings
 
 STOP_MARGIN_S = 20.0  # beside server.drain_s: what the supervisor itself allows, and some
 HEALTH_EVERY_S = 0.25
+SETTLE_S, SETTLE_EVERY_S, LOOK_S = 20.0, 0.3, 5.0
+GROWTH_BYTES = 100_000_000  # of a second look, and below it memory stands still
 PEER_MARGIN_S = 60.0  # a connection, and what is ended by force
 
 Answers = Sequence[Ends | TideError]
@@ -90,6 +93,23 @@ def _ends(now: supervisor.Status, answers: Answers) -> list[dict[str, int]]:
     lasts = [now.last, *(answer.last for answer in answers if isinstance(answer, Ends))]
     ranks = [rank for last in lasts if last for rank in last.ranks]
     return [{"rank": rank.rank, "exit_code": rank.exit_code} for rank in sorted(ranks, key=lambda rank: rank.rank)]
+
+
+def settle(team: Team) -> None:
+    """Waits until no node's free memory grows any more: what was locked or lay in files comes back later than the
+    process that held it ends, and a start counts what is free. At most `SETTLE_S`."""
+    deadline, before = time.monotonic() + SETTLE_S, dict[Node, int]()
+    while time.monotonic() < deadline:
+        answers = team.each([(member, Look()) for member in team.members], Seen, LOOK_S)
+        free = {
+            member.node: seen.available_bytes
+            for member, seen in zip(team.members, answers, strict=True)
+            if isinstance(seen, Seen)
+        }
+        if before and all(now < before.get(node, 0) + GROWTH_BYTES for node, now in free.items()):
+            return
+        before = free
+        time.sleep(SETTLE_EVERY_S)
 
 
 class _OpenRequests:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,11 +17,13 @@ import pytest
 
 from tests.tidectl.canned import Tidectl
 from tests.tidectl.test_lifecycle import free_ports, within
-from tidectl import nodes, peers, record, seeing, starting, supervisor
+from tidectl import nodes, peers, record, seeing, starting, stopping, supervisor
 from tidectl.node_messages import Look, Process, Seen
+from tidectl.node_work import seen
 from tidectl.nodes import Node, nodes_of
 from tidectl.processes import Identity, identify
 from tidectl.running import Snapshot, ranks_of
+from tidectl.team import Here, Team
 from tided.control.state import RankState
 from tided.errors import UnavailableError
 from tided.profile import load
@@ -391,6 +393,35 @@ def test_another_machine_than_rank_0s_starts_its_own_alone(
     assert run is not None
     assert [child.rank for child in run.ranks] == [1]
     assert tidectl("stop").exit_code == 0
+
+
+def test_a_restart_waits_for_memory_that_comes_back_late(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of either node."""
+    monkeypatch.setattr(stopping, "SETTLE_EVERY_S", 0.0)
+    free = {"a": [10, 10, 10, 10], "b": [10, 40, 90, 90]}  # GB
+
+    def each(requests: Sequence[tuple[Here, object]], *_: object) -> list[Seen]:
+        looked = [free[member.node.host].pop(0) for member, _ in requests]
+        return [Seen(False, None, [], None, 0.0, gb * 10**9, 0, {}) for gb in looked]
+
+    with Team([Node("a", (0,), True), Node("b", (1,), True)], tmp_path) as team:
+        monkeypatch.setattr(team, "each", each)
+        stopping.settle(team)
+        assert free == {"a": [], "b": []}
+        free |= {"a": list(range(10_000)), "b": list(range(10_000))}
+        monkeypatch.setattr(stopping, "SETTLE_S", 0.05)
+        stopping.settle(team)  # it grows for ever, and is not waited for
+
+
+def test_a_dead_process_is_no_process_of_a_rank(state: Path, profile: Path) -> None:
+    state.mkdir()
+    me, dead = identify(os.getpid()), Identity(os.getpid(), 1)
+    run = supervisor.Run(str(profile), me, 0.0, 2, [supervisor.Child(0, me), supervisor.Child(1, dead)])
+    (state / "supervisor.json").write_bytes(msgspec.json.encode(run))
+    found = seen(state)
+    assert list(found.processes) == [0]
+    assert found.processes[0].memory_bytes > 1 << 20
+    assert 0 < found.available_bytes < found.total_bytes
 
 
 def test_an_address_that_leads_back_here_is_no_other_node(
