@@ -14,16 +14,15 @@ from typing import IO
 import msgspec
 
 from tidectl.fetch_lender import Lender, Loan
+from tidectl.peers import NOT_FOUND, SSH
 from tidectl.waiting import Item
 from tided.errors import UnavailableError
 
-SSH = ("ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15")
 TIDECTL = (sys.executable, "-P", "-m", "tidectl.main")  # TideLM is installed at one path on all nodes
 THERE = (20_000, 32_000)  # a port of the node's loopback address, below those of outgoing connections
 POLL_S = 0.25
 END_S = 5.0
 TAIL_LINES = 6
-NOT_FOUND = 127
 
 
 class _Told(msgspec.Struct):
@@ -77,7 +76,7 @@ class Node:
             told = msgspec.json.decode(self._data[-1], type=_Failed).error
             where = f"{self.name}, {told.where}" if told.where else self.name
             raise UnavailableError(told.what, where=where, hint=told.hint)
-        absent = code == NOT_FOUND or any("No module named" in line for line in self._words)
+        absent = code in NOT_FOUND or any("No module named" in line for line in self._words)
         hint = f"install TideLM there too, at the same path ({sys.executable})" if absent else ""
         raise UnavailableError(
             "\n  ".join(self._words) or f"ended with {code}",

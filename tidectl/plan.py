@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from tided.engine.memory import Node
     from tided.tide.demand import Grid
 
-LIKE_OF = {"ds41-mxfp4": "ds41", "glm53-exl3": "glm53"}  # bundled profiles of models whose inventory this build knows without a checkpoint
+LIKE_OF = {
+    "ds41-mxfp4": "ds41",
+    "glm53-exl3": "glm53",
+}  # bundled profiles of models whose inventory this build knows without a checkpoint
 POINTS = 12  # of the curve
 GB = 1e9
 

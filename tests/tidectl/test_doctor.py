@@ -3,6 +3,7 @@ this one, with nothing running."""
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -539,6 +540,11 @@ def test_packs_of_another_checkpoint(view: View, tmp_path: Path) -> None:
 
 
 # All of them together
+
+
+def test_the_page_names_every_check() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    assert sorted(re.findall(r"^\| `([a-z_.]+)` \|", page, re.M)) == sorted(check.id for check in CHECKS)
 
 
 def test_every_check_has_a_name_of_its_own_and_an_end() -> None:

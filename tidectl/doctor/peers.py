@@ -3,9 +3,10 @@
 import time
 from typing import NamedTuple
 
+from tidectl import peers
 from tidectl.doctor.machine import Machine
 
-SSH = ("ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=5", "--")
+SSH = (*peers.SSH, "--")
 ASK_S = 8.0
 
 
