@@ -32,8 +32,14 @@ def adapted(text: str, state_dir: Path) -> str:
         return text
     tables: Tables = tomli.loads(text)
     for section, keys in own.items():
-        tables.setdefault(section, {}).update(keys)
+        found = {name: _absolute(section, name, value, state_dir) for name, value in keys.items()}
+        tables.setdefault(section, {}).update(found)
     return _dump(tables)
+
+
+def _absolute(section: str, name: str, value: Any, base: Path) -> Any:
+    is_path = SECTIONS[section][name].path and isinstance(value, str) and value
+    return str(base / Path(value).expanduser()) if is_path else value
 
 
 def _own(path: Path) -> Tables:

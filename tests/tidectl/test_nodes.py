@@ -193,7 +193,7 @@ def test_what_a_peer_refuses_is_told_with_its_name(
     assert tidectl("start", str(profile)).exit_code == 0
     sent = (there / "profile.toml").read_text()
     assert "read_threads = 7" in sent
-    assert 'path = "mine"' in sent  # of the state directory, where the file is
+    assert f'path = "{there / "mine"}"' in sent  # of the state directory, wherever the profile is kept
 
 
 def test_a_peer_where_something_runs_is_named(

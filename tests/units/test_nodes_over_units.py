@@ -106,3 +106,22 @@ def test_a_rank_that_cannot_start_is_told_with_its_journal_and_the_other_is_ende
     for rank, one in enumerate(pair):
         assert one.value(UNIT.format(rank), "ActiveState") in ("inactive", "failed")
         assert one.value(UNIT.format(rank), "SubState") != "auto-restart"
+
+
+def test_both_ranks_of_one_node(pair: Pair) -> None:
+    """A bundled profile: nothing is sent, and nothing written for the service."""
+    head = pair.head
+    head(TIDECTL, "start", "mini-deepseek", "--timeout", "240")
+    units = [f"tided@mini-deepseek:{rank}.service" for rank in (0, 1)]
+    assert [head.value(unit, "ActiveState") for unit in units] == ["active", "active"]
+    assert head.run("test", "-e", "/etc/tidelm/mini-deepseek.toml").returncode == 1
+    again = head.run(TIDECTL, "start", "mini-deepseek")
+    assert (again.returncode, "runs already" in again.stderr) == (69, True)
+    following = head.begin(TIDECTL, "logs", "-f", "--lines", "1")
+    assert following.stdout is not None
+    assert following.stdout.readline().startswith("rank ")
+    head(TIDECTL, "stop")
+    lines, words = following.communicate(timeout=60)
+    assert "stopped" in lines
+    assert (following.returncode, words.strip()) == (0, "the ranks have ended")
+    assert head.run(TIDECTL, "status").returncode == 3
