@@ -53,6 +53,9 @@ test-page: setup ## the page of the expert map in a headless Chromium, and on th
 	  { echo "no Chromium in PATH: apt-get install chromium (Debian, Ubuntu), then again"; exit 1; }
 	$(BIN)/pytest tests/page
 
+pictures: setup ## docs/images again: the page in a headless Chromium, and tidectl top, of the mini while it is asked
+	$(BIN)/python -m tests.page.picture docs/images
+
 test-systemd: setup ## an installation, and units that really start, hang, die and stop under a systemd of its own (root; 5 minutes)
 	$(BIN)/pytest -m systemd -rs
 
@@ -110,4 +113,4 @@ uninstall: ## take that away again; models, histories and profiles stay
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
-.PHONY: help setup demo install uninstall lint resolve test fuzz soak faults test-page test-systemd test-ssh test-gpu bench bench-http bench-viewers clean
+.PHONY: help setup demo install uninstall lint resolve test fuzz soak faults pictures test-page test-systemd test-ssh test-gpu bench bench-http bench-viewers clean
