@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +24,9 @@ from tidectl.fetch_lender import lending
 from tidectl.fetch_nodes import Node, Nodes
 from tidectl.output import emit, say
 from tidectl.waiting import Item, Show, waiting
-from tided.errors import DataError, UnavailableError, UsageError
+from tided.errors import DataError, TideError, UnavailableError, UsageError
 
+KEEP_EVERY_S = 1.0  # the manifest, in a repository of many small files
 RATE_S = 15.0  # over which a rate is told
 PATIENT_TRIES = 40  # a router that starts anew takes minutes, and nobody watches for hours: a quarter of an hour
 SPARE_BYTES = 256 << 20  # of the file system, for what else is written meanwhile
@@ -139,7 +140,7 @@ def run(options: Options, as_json: bool) -> None:
             _bring(options, plan, nodes, stop)
         except KeyboardInterrupt:
             stop.set()
-            left = f"{size(plan.left_bytes)} of {size(plan.total_bytes)} are left"
+            left = f"{size(plan.left_bytes)} of {size(plan.total_bytes)} are left" if plan.missing else "all is here"
             say(f"stopped: {left}; this goes on:\n  {_again(options, plan)}")
             raise
     _report(plan, nodes.nodes, as_json)
@@ -185,15 +186,19 @@ def fetch(plan: Plan, connections: int, stop: threading.Event, show: Show) -> No
     """Brings what is missing. Raises DataError, UnavailableError; what came by then stays."""
     plan.manifest.complete = False
     write_manifest(plan.directory, plan.manifest)
-    progress, lock = Progress(plan), threading.Lock()
+    progress, lock, written_s = Progress(plan), threading.Lock(), time.monotonic()
 
     def bring(target: Target) -> None:
         path = plan.directory / target.name
 
         def keep(entry: Entry) -> None:
+            nonlocal written_s
             with lock:
                 plan.manifest.files[target.name] = entry
-                write_manifest(plan.directory, plan.manifest)
+                # Of a file that is published another call finds out by itself whether it is here.
+                if not target.is_published or time.monotonic() - written_s >= KEEP_EVERY_S:
+                    write_manifest(plan.directory, plan.manifest)
+                    written_s = time.monotonic()
 
         found = adopted(path, target.published, stop, progress.came) if path.is_file() else None
         if found:
@@ -206,10 +211,12 @@ def fetch(plan: Plan, connections: int, stop: threading.Event, show: Show) -> No
     try:
         for _ in in_parallel(jobs, connections, stop, lambda: show(progress.items())):
             pass
+        plan.manifest.complete = True
     except Stopped as error:  # only after somebody else's failure, which is raised before it
         raise UnavailableError("the fetch was stopped", where=str(plan.directory)) from error
-    plan.manifest.complete = True
-    write_manifest(plan.directory, plan.manifest)
+    finally:
+        with lock:
+            write_manifest(plan.directory, plan.manifest)
 
 
 class Progress:
@@ -276,17 +283,22 @@ def _pinned(options: Options, begun: Manifest | None, stop: threading.Event) -> 
     if begun and (begun.repository, begun.kind) != (options.repository, options.kind):
         what = f"holds {begun.repository} ({begun.kind}), begun at commit {begun.commit[:12]}"
         raise UsageError(f"{options.directory} {what}", hint="name another directory with --to")
-    asked = options.revision or (begun.revision if begun else "")
-    found = Repository.listed(f"{options.repository}@{asked}" if asked else options.repository, stop.wait)
-    if begun is None or found.commit == begun.commit:
-        return found
-    if options.revision:
+    name, revision = options.repository, options.revision or (begun.revision if begun else "")
+    newest = f"{name}@{revision}" if revision else name
+    if begun is None:
+        return Repository.listed(newest, stop.wait)
+    if not options.revision:
+        with suppress(TideError):  # what the newest is does not matter, nor whether that branch is still there
+            if (now := Repository.listed(newest, stop.wait).commit) != begun.commit:
+                say(f"{name} is at {now[:12]} by now; this directory stays with {begun.commit[:12]}")
+        return Repository.listed(f"{name}@{begun.commit}", stop.wait)
+    found = Repository.listed(newest, stop.wait)
+    if found.commit != begun.commit:
         raise UsageError(
-            f"{options.directory} holds commit {begun.commit[:12]}, and {options.revision} is {found.commit[:12]}",
+            f"{options.directory} holds commit {begun.commit[:12]}, and {revision} is {found.commit[:12]}",
             hint="name another directory with --to, or leave --revision out to go on with the first",
         )
-    say(f"{options.repository} is at {found.commit[:12]} by now; this directory stays with {begun.commit[:12]}")
-    return Repository.listed(f"{options.repository}@{begun.commit}", stop.wait)
+    return found
 
 
 def _headers(

@@ -268,6 +268,8 @@ def test_a_directory_stays_with_its_commit(
         bring(here, revision="main")
     bring(tmp_path / "other")
     assert contents(tmp_path / "other") == contents(newer)
+    del hub.repositories[REPO]  # what is asked for is gone, the commit is there
+    bring(here)
 
 
 def test_another_repository_or_kind_is_refused(hub: Hub, source: Path, tmp_path: Path) -> None:
@@ -277,6 +279,15 @@ def test_another_repository_or_kind_is_refused(hub: Hub, source: Path, tmp_path:
         fetch.run(fetch.Options("some/other", tmp_path), False)
     with pytest.raises(UsageError, match="--to"):
         bring(tmp_path, dense=True)
+
+
+def test_a_failure_keeps_what_is_whole(hub: Hub, tmp_path: Path) -> None:
+    hub.lies["model-3.safetensors"] = "sum"
+    with pytest.raises(DataError):
+        bring(tmp_path, connections=1)
+    found = read_manifest(tmp_path)
+    assert found is not None
+    assert {"config.json", "model-0.safetensors", "model-2.safetensors"} <= set(found.files)
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", "a//b", "a\\b", "a/b\n", "x" * 300])
@@ -513,20 +524,25 @@ def ended(hub: Hub, address: str, to: Path, options: tuple[str, ...], more_bytes
     return process.returncode
 
 
-@pytest.mark.parametrize("options", [(), ("--dense",)], ids=["whole", "dense"])
-def test_ended_at_any_point_it_goes_on(tmp_path: Path, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("options", "signals"),
+    [((), (signal.SIGKILL, signal.SIGINT, signal.SIGKILL)), (("--dense",), (signal.SIGKILL,))],
+    ids=["whole", "dense"],
+)
+def test_ended_at_any_point_it_goes_on(tmp_path: Path, options: tuple[str, ...], signals: tuple[int, ...]) -> None:
     source, here, chance = release(tmp_path / "large", scale=10), tmp_path / "here", random.Random(len(options))
     hub = Hub({REPO: source}, failures=0.05)
     with serving(hub) as address:
         assert ended(hub, address, tmp_path / "once", options, 0, by=0) == 0
         wanted_bytes, hub.sent_bytes = sum(map(len, contents(tmp_path / "once").values())), 0
         hub.bytes_per_s = wanted_bytes // 4
-        points = [chance.randrange(wanted_bytes // 20, wanted_bytes // 4) for _ in range(3)]
-        codes = [ended(hub, address, here, options, point, by=signal.SIGKILL) for point in points[1:]]
-        codes.append(ended(hub, address, here, options, points[0], by=signal.SIGINT))
+        codes = [
+            ended(hub, address, here, options, chance.randrange(wanted_bytes // 20, wanted_bytes // 4), number)
+            for number in signals
+        ]
         hub.bytes_per_s = 0
         assert ended(hub, address, here, options, 0, by=0) == 0
-    assert codes == [-signal.SIGKILL] * 2 + [130]
+    assert codes == [130 if number == signal.SIGINT else -number for number in signals]
     assert contents(here) == contents(tmp_path / "once")
     headers = 4 * 8 * 2000 if options else 0  # each plan of dense weights reads them
     # A process that is killed loses what was on its way: a megabyte stands for the sockets' buffers.

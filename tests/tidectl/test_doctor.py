@@ -252,6 +252,9 @@ def test_an_interface_that_is_another(machine: Scripted, view: View) -> None:
     assert "there is no interface enp1s0f0np0; there are enP2p1s0f0np0" in links.interface(view).evidence
     view.settings = settings(parallel={"interface": "enP2p1s0f0np0"})
     assert "the profile says 192.168.177.11" in links.interface(view).evidence
+    machine.address = {"spark-1": "192.168.178.11"}.get  # type: ignore[method-assign, assignment]
+    view.settings = settings(parallel={"interface": "enP2p1s0f0np0", "hosts": ("spark-1", "spark-2")})
+    assert links.interface(view).verdict == "ok"  # a name counts as its address
     view.__dict__["ranks_here"] = []
     assert "none of parallel.hosts" in links.interface(view).evidence
 

@@ -1,12 +1,14 @@
 """The answers of `tided.engine.examine`, which runs beside the other checks: importing torch takes seconds, and a
 driver may hang or crash it."""
 
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgspec
 
@@ -46,8 +48,9 @@ class Examined(Engine):
     def __init__(self, profile: Path, ranks: Sequence[int], at_rest: bool, command: Sequence[str] = ()) -> None:
         command = command or (sys.executable, "-P", "-m", "tided.engine.examine")
         line = [*command, str(profile), *map(str, ranks), *(["--at-rest"] if at_rest else [])]
+        self._words = TemporaryFile()  # noqa: SIM115  # a pipe that nobody empties would hold it up
         self._process = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._words, text=True, errors="replace"
         )
         self._answers: dict[str, Answer] = {}
         self._more, self._over = threading.Condition(), False
@@ -63,7 +66,8 @@ class Examined(Engine):
             return Answer(question, crash=f"no answer in {timeout_s:.0f} s")
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
-        said = self._process.stderr.read(MAX_SAID) if self._process.stderr else ""
+        self._words.seek(max(0, self._words.seek(0, os.SEEK_END) - MAX_SAID))
+        said = self._words.read().decode(errors="replace")
         last = (said.strip().splitlines() or ["nothing said"])[-1]
         return Answer(question, crash=f"the process ended with {self._process.returncode}: {last[:200]}")
 
@@ -71,6 +75,7 @@ class Examined(Engine):
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
+        self._words.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

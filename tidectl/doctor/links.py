@@ -46,7 +46,7 @@ def interface(view: View) -> Finding:
             f"none of parallel.hosts ({', '.join(parallel.hosts)}) is an address of this machine",
             "correct parallel.hosts, or give the link's interface its address",
         )
-    host = parallel.hosts[view.ranks_here[0]]
+    host = view.machine.address(parallel.hosts[view.ranks_here[0]])
     name = parallel.interface or next((one for one, address in own if address == host), "")
     if not name:
         return warn(f"no interface has the address {host}", "set parallel.interface, or the address of the link")
@@ -125,7 +125,7 @@ def mtu(view: View) -> Finding:
     """The interface's own, and whether a frame of that size reaches the other node whole."""
     assert view.settings is not None
     parallel = view.settings.parallel
-    host = parallel.hosts[view.ranks_here[0]] if view.ranks_here else ""
+    host = view.machine.address(parallel.hosts[view.ranks_here[0]]) if view.ranks_here else ""
     name = parallel.interface or next((one for one, address in addresses(view.machine) if address == host), "")
     text = (view.machine.text(f"sys/class/net/{name}/mtu") or "").strip()
     if not text.isdigit():

@@ -3,6 +3,7 @@
 import mmap
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -85,6 +86,12 @@ class Machine:
         except OSError as error:
             return error.strerror or str(error)
         return ""
+
+    def address(self, host: str) -> str:
+        """The IPv4 address of a host, which may be named by it already; else what was given."""
+        with suppress(OSError, IndexError):
+            return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+        return host
 
     def port_fault(self, host: str, port: int, setting: str) -> TideError | None:
         """Why nobody could listen there now; None: one could."""
