@@ -4,7 +4,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from tidectl.output import emit, say
 from tidectl.state import state_dir
@@ -22,6 +22,8 @@ EXAMPLES = "70G, 10000 experts, +5G or -200 experts"
 
 
 def run(amount: str, yes: bool, as_json: bool) -> None:
+    if amount:
+        parsed(amount)
     directory = state_dir()
     now = ask(directory, AskBudget())
     if not amount:
@@ -45,20 +47,32 @@ def run(amount: str, yes: bool, as_json: bool) -> None:
         say(f"until the ranks end: a start begins with the profile's {after['resident_of_profile']}", "dim")
 
 
-def wanted(amount: str, now: dict[str, Any]) -> AskBudget:
+class Amount(NamedTuple):
+    """`sign` 0: it is no change, but all."""
+
+    sign: int
+    number: int
+    is_bytes: bool
+
+
+def parsed(amount: str) -> Amount:
     """Raises UsageError for what is no amount. Without a unit a number is experts."""
     found = AMOUNT.fullmatch(amount.strip())
     if found is None:
         raise UsageError(f"'{amount}' is no budget", hint=f"for example {EXAMPLES}")
-    number = float(re.sub("[_,]", "", found["number"]))
-    sign = {"+": 1, "-": -1}.get(found["sign"], 0)
-    is_bytes = found["experts"] is None and amount.strip()[-1].isalpha()
-    if is_bytes:
-        nbytes = round(number * UNITS[(found["unit"] or "").lower()])
-        return AskBudget(nbytes=max(0, now["bytes_now"] + sign * nbytes if sign else nbytes))
+    number, sign = float(re.sub("[_,]", "", found["number"])), {"+": 1, "-": -1}.get(found["sign"], 0)
+    if found["experts"] is None and amount.strip()[-1].isalpha():
+        return Amount(sign, round(number * UNITS[(found["unit"] or "").lower()]), True)
     if number != int(number):
         raise UsageError(f"'{amount}': experts are whole", hint=f"for example {EXAMPLES}")
-    return AskBudget(resident=max(0, now["resident_now"] + sign * int(number) if sign else int(number)))
+    return Amount(sign, int(number), False)
+
+
+def wanted(amount: str, now: dict[str, Any]) -> AskBudget:
+    sign, number, is_bytes = parsed(amount)
+    before = now["bytes_now"] if is_bytes else now["resident_now"]
+    target = max(0, before + sign * number) if sign else number
+    return AskBudget(nbytes=target) if is_bytes else AskBudget(resident=target)
 
 
 def words(found: dict[str, Any]) -> list[str]:

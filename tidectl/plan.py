@@ -11,6 +11,7 @@ from msgspec import structs
 from tidectl import profiles, running
 from tidectl.output import emit, say
 from tidectl.state import state_dir
+from tidectl.status import budget_line
 from tidectl.waiting import Item, waiting
 from tided.errors import DataError, TideError, UnavailableError, UsageError
 from tided.profile import load
@@ -243,5 +244,7 @@ def _notes(made_up: str, given: Given) -> list[str]:
         except (TideError, OSError):
             return notes
         if now.ranks:
+            budget = budget_line(now.health or {})
             notes.append(f"{profiles.name_of(now.profile)} runs here: what it holds counts as taken")
+            notes += [f"it keeps {budget}"] if budget else []
     return notes
