@@ -77,15 +77,19 @@ class Case:
         return f"seed {self.seed}: {self.fault.name}, rank {self.rank}, {self.stage} {self.strike.after}"
 
 
-def case(seed: int) -> Case:
-    """As many seeds as there are cells in a row take each once."""
+def case(seed: int, cell: tuple[Fault, Stage] | None = None) -> Case:
+    """Without a cell the seed chooses it: as many seeds in a row as there are cells take each once."""
     chance = random.Random(seed)
-    fault, stage = CELLS[(seed - 1) % len(CELLS)]
+    fault, stage = cell or CELLS[(seed - 1) % len(CELLS)]
     rank = chance.randrange(2) if fault.rank is None else fault.rank
     after = chance.randint(1, MOST[stage])
     amount, jitter_s = chance.choice(fault.amounts), chance.choice((0.0, chance.uniform(0, 0.03)))
     strike = Strike(seed, fault.deed or "hold", stage, after, jitter_s, amount)
     return Case(seed, fault, stage, rank, strike)
+
+
+def named(name: str) -> Fault:
+    return next(fault for fault in FAULTS if fault.name == name)
 
 
 def numbers(text: str) -> list[int]:

@@ -21,6 +21,7 @@ POLL_S = 0.01
 HOLD_S = 8.0
 SMALL_DISK_BYTES = 512 << 20  # a larger one is nobody's to fill
 ROOM_BYTES = 4 << 20  # that a process short of memory has left
+LITTLE_BYTES = 256 << 20  # of the whole node
 
 
 class Struck:
@@ -225,13 +226,13 @@ def wrap_clock(struck: Struck) -> None:
 
 
 def wrap_memory(struck: Struck) -> None:
-    """Before whoever asks has been imported."""
-    available = memory.available_bytes
+    """What the system says that it could still give."""
+    line = memory._line
 
-    def told(*arguments, **named):
-        return 256 << 20 if struck.is_short_of_memory else available(*arguments, **named)
+    def told(name, meminfo):
+        return LITTLE_BYTES if name == "MemAvailable" and struck.is_short_of_memory else line(name, meminfo)
 
-    memory.available_bytes = told
+    memory._line = told
 
 
 def main() -> int:
