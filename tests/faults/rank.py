@@ -21,7 +21,7 @@ POLL_S = 0.01
 HOLD_S = 8.0
 SMALL_DISK_BYTES = 512 << 20  # a larger one is nobody's to fill
 ROOM_BYTES = 4 << 20  # that a process short of memory has left
-LITTLE_BYTES = 256 << 20  # of the whole node
+LITTLE_BYTES = 100 << 20  # of the whole node
 
 
 class Struck:
