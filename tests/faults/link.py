@@ -17,7 +17,7 @@ class Link:
     def __init__(self) -> None:
         self._name = f"tf{os.getpid() % 100_000}"
         block = os.getpid() % 60
-        self.here, self.there = f"10.77.77.{4 * block + 1}", f"10.77.77.{4 * block + 2}"
+        self.here, self.there = f"10.99.77.{4 * block + 1}", f"10.99.77.{4 * block + 2}"
         self._node = subprocess.Popen(["unshare", "--net", "sleep", "36000"])
         self.inside = ["nsenter", f"--net=/proc/{self._node.pid}/ns/net"]
         try:
