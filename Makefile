@@ -67,7 +67,8 @@ soak: setup ## 500 mixed requests a run over HTTP against the mini, all experts 
 
 faults: setup ## a simulated pair 1,000 times, the mini pair at every stage of its life, each struck as its seed says; the table in docs/results.md
 	$(BIN)/python -m tests.faults.simulated --receipt docs/receipts/faults-simulated.txt
-	$(BIN)/python -m tests.faults --table docs/results.md
+	rm -f docs/receipts/faults.jsonl
+	$(BIN)/python -m tests.faults --keep docs/receipts/faults.jsonl --table docs/results.md
 
 bench: setup ## where a decode step of the mini model spends its time, on two ranks
 	$(BIN)/python bench/decode_step.py profiles/mini-deepseek.toml

@@ -1,16 +1,17 @@
 """make faults: the mini pair is struck once for each seed, in every stage of its life, by everything that
 `tests.faults.grid` knows; a cell of the table for each, in as many seeds as there are cells.
 
-    python -m tests.faults [--seeds 1-104] [--table docs/results.md] [--within 10] [--peer-timeout 4]
+    python -m tests.faults [--seeds 1-104] [--keep FILE] [--table docs/results.md] [--within 10] [--peer-timeout 4]
 
-A failed run is printed with its seed, which strikes alike. Exit code 0 when nothing was wrong.
+A failed run is printed with its seed, which strikes alike. `--keep`: a line of JSON for each run; what is there already
+and was right is not run again. `--table` writes all of it. Exit code 0 when nothing was wrong.
 """
 
 import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,36 +19,40 @@ from tests.faults import link
 from tests.faults.clients import EXACT, asked
 from tests.faults.grid import CELLS, Case, Layout, case, numbers
 from tests.faults.pair import Host, Nodes, Pair, make_packs
-from tests.faults.run import LIMIT_S, Outcome, Trial, serve, stop
+from tests.faults.run import LIMIT_S, Outcome, Trial, kept, read_kept, serve, stop
 from tests.faults.table import write_table
 from tests.soak.clients import Answer
-
-RECEIPT = "faults.txt"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default=f"1-{len(CELLS)}", help="A, or A-B")
+    parser.add_argument("--seeds", default=f"1-{len(CELLS)}", help="A, or A-B, or several with commas")
+    parser.add_argument("--keep", type=Path, help="the file that outcomes are added to")
     parser.add_argument("--table", type=Path, help="the file whose part between the marks is written anew")
     parser.add_argument("--within", type=float, default=LIMIT_S, help="seconds in which both ranks end, or go on")
     parser.add_argument("--peer-timeout", type=float, default=4.0)
     options = parser.parse_args(arguments)
-    seeds = numbers(options.seeds)
+    before = read_kept(options.keep) if options.keep else []
+    right = {outcome.case.seed for outcome in before if not outcome.faults}
+    outcomes: list[Outcome] = []
+
+    def tell(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        if options.keep:
+            with options.keep.open("ab") as file:
+                file.write(kept(outcome))
+
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         bench = Bench(Path(folder), options.within, options.peer_timeout)
-        outcomes = bench.run([case(seed) for seed in seeds])
-    wrong = [outcome for outcome in outcomes if outcome.faults]
-    for outcome in wrong:
-        print(outcome.line)
+        bench.run([case(seed) for seed in numbers(options.seeds) if seed not in right], tell)
+    outcomes = read_kept(options.keep) if options.keep else outcomes
+    for outcome in outcomes:
+        if outcome.faults:
+            print(outcome.line)
     print(summary(outcomes, bench.skipped))
     if options.table:
-        write_table(options.table, outcomes, bench.skipped, options.seeds, options.peer_timeout)
-        receipt = options.table.parent / "receipts" / RECEIPT
-        command = f"python -m tests.faults --seeds {options.seeds} --peer-timeout {options.peer_timeout:g}"
-        receipt.write_text(
-            "\n".join([command, *(outcome.line for outcome in outcomes), summary(outcomes, bench.skipped), ""])
-        )
-    return int(bool(wrong))
+        write_table(options.table, outcomes, bench.skipped)
+    return int(any(outcome.faults for outcome in outcomes))
 
 
 def summary(outcomes: list[Outcome], skipped: dict[Layout, str]) -> str:
@@ -67,8 +72,7 @@ class Bench:
         self.skipped: dict[Layout, str] = {}
         self._lives = 0
 
-    def run(self, cases: list[Case]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+    def run(self, cases: list[Case], tell: Callable[[Outcome], None]) -> None:
         with self._pair(Host, resident=480) as plain:
             expected = clean(plain)
         for layout, kind in (("host", Host), ("nodes", Nodes)):
@@ -77,9 +81,10 @@ class Bench:
                 self.skipped["nodes"] = why
             elif mine:
                 with self._pair(kind) as pair:
-                    outcomes += [self._try(one, pair, expected) for one in mine]
+                    for one in mine:
+                        tell(self._try(one, pair, expected))
+                    serve(pair)
                     stop(pair)
-        return outcomes
 
     def _try(self, one: Case, pair: Pair, expected: dict[str, Answer]) -> Outcome:
         began_s = time.monotonic()

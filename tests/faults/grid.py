@@ -93,6 +93,9 @@ def named(name: str) -> Fault:
 
 
 def numbers(text: str) -> list[int]:
-    """A, or A-B."""
-    first, _, last = text.partition("-")
-    return list(range(int(first), int(last or first) + 1))
+    """A, or A-B, or several of either with commas."""
+    found = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found

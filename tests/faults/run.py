@@ -12,9 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from tests.faults import strike
 from tests.faults.clients import EXACT, Heard, asked, listen, others
-from tests.faults.grid import Case
+from tests.faults.grid import Case, case
 from tests.faults.pair import Nodes, Pair, health
 from tests.soak import watch
 from tests.soak.clients import Answer
@@ -54,6 +56,40 @@ class Outcome:
             f"{self.case}: {self.what}{codes} in {self.seconds:.1f} s, {self.whole} answers whole, {self.broken} not, "
             f"{self.compared} compared: {verdict}"
         )
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """An outcome as a line of JSON."""
+
+    seed: int
+    line: str
+    what: str
+    seconds: float
+    codes: list[int | None]
+    whole: int
+    broken: int
+    compared: int
+    lost: int
+    faults: list[str]
+
+
+def kept(outcome: Outcome) -> bytes:
+    fields = {name: value for name, value in vars(outcome).items() if name != "case"}
+    fields["seconds"] = round(outcome.seconds, 2)
+    return msgspec.json.encode(Kept(outcome.case.seed, outcome.line, **fields)) + b"\n"
+
+
+def read_kept(path: Path) -> list[Outcome]:
+    """Those of a file; of a seed that ran several times, the newest."""
+    if not path.exists():
+        return []
+    found = {one.seed: one for one in map(msgspec.json.Decoder(Kept).decode, path.read_bytes().splitlines())}
+    return [
+        Outcome(
+            case(one.seed), one.what, one.seconds, one.codes, one.whole, one.broken, one.compared, one.lost, one.faults
+        )
+        for one in sorted(found.values(), key=lambda one: one.seed)
+    ]
 
 
 class Trial:

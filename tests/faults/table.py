@@ -10,24 +10,22 @@ from tests.faults.strike import STAGES
 BEGIN, END = "<!-- faults: written by make faults -->", "<!-- faults: end -->"
 
 
-def write_table(
-    path: Path, outcomes: list[Outcome], skipped: dict[Layout, str], seeds: str, peer_timeout_s: float
-) -> None:
+def write_table(path: Path, outcomes: list[Outcome], skipped: dict[Layout, str]) -> None:
     """Raises ValueError where the file has no place for it."""
     text = path.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path} has no lines {BEGIN} and {END}")
-    body = render(outcomes, skipped, seeds, peer_timeout_s)
+    body = render(outcomes, skipped)
     path.write_text(f"{before}{begin}\n{body}\n{end}{after}")
 
 
-def render(outcomes: list[Outcome], skipped: dict[Layout, str], seeds: str, peer_timeout_s: float) -> str:
+def render(outcomes: list[Outcome], skipped: dict[Layout, str]) -> str:
     cells = defaultdict(list)
     for outcome in outcomes:
         cells[outcome.case.fault.name, outcome.case.stage].append(outcome)
-    lines = [lead(outcomes, seeds, peer_timeout_s), "", "| fault | " + " | ".join(STAGES) + " |"]
+    lines = [lead(outcomes), "", "| fault | " + " | ".join(STAGES) + " |"]
     lines.append("|---" * (1 + len(STAGES)) + "|")
     for fault in FAULTS:
         told = [cell(fault, stage, cells[fault.name, stage], skipped) for stage in STAGES]
@@ -35,14 +33,13 @@ def render(outcomes: list[Outcome], skipped: dict[Layout, str], seeds: str, peer
     return "\n".join(lines)
 
 
-def lead(outcomes: list[Outcome], seeds: str, peer_timeout_s: float) -> str:
+def lead(outcomes: list[Outcome]) -> str:
     ended = [outcome.seconds for outcome in outcomes if outcome.ended]
     wrong = sum(bool(outcome.faults) for outcome in outcomes)
     return (
-        f"`python -m tests.faults --seeds {seeds} --table docs/results.md`: {len(outcomes)} runs, "
-        f"{sum(outcome.compared for outcome in outcomes)} answers and beginnings of answers compared, {wrong} runs "
-        f"with anything wrong. `peer_timeout_s = {peer_timeout_s:g}`; {len(ended)} times both ranks ended, in "
-        f"{min(ended, default=0.0):.1f} to {max(ended, default=0.0):.1f} s, and a new start served."
+        f"{len(outcomes)} runs, {sum(outcome.compared for outcome in outcomes)} answers and beginnings of answers "
+        f"compared with those of a clean run, {wrong} runs with anything wrong. {len(ended)} times both ranks ended, "
+        f"{min(ended, default=0.0):.1f} to {max(ended, default=0.0):.1f} s after the strike, and a new start served."
     )
 
 

@@ -5,10 +5,10 @@ import pytest
 
 from tests.faults import table
 from tests.faults.clients import EXACT, Heard, asked
-from tests.faults.grid import CELLS, FAULTS, case, named
+from tests.faults.grid import CELLS, FAULTS, case, named, numbers
 from tests.faults.link import why_not
 from tests.faults.pair import Host, Nodes, make_packs
-from tests.faults.run import Outcome, Trial, serve, stop
+from tests.faults.run import Outcome, Trial, kept, read_kept, serve, stop
 from tests.faults.strike import STAGES
 from tests.soak.clients import Answer
 
@@ -83,6 +83,20 @@ def test_seeds_in_a_row_take_every_cell_once():
         assert set(fault.cannot) < set(STAGES)
 
 
+def test_outcomes_that_are_kept_come_back(tmp_path):
+    one, other = (Outcome(case(seed), "went on", 1.5, [], 3, 1, 2, 0, []) for seed in (5, 9))
+    again = Outcome(case(5), "pair ended", 2.25, [70, None], 3, 1, 2, 1, ["another token"])
+    file = tmp_path / "outcomes"
+    file.write_bytes(kept(one) + kept(other) + kept(again))
+    assert read_kept(file) == [again, other]
+    assert read_kept(tmp_path / "nothing") == []
+
+
+def test_seeds_are_named_in_lists():
+    assert numbers("3") == [3]
+    assert numbers("1-3,9,11-12") == [1, 2, 3, 9, 11, 12]
+
+
 def heard(name: str, text: str, whole: bool, error: str = "") -> Heard:
     return Heard(name, Answer(text=text, whole=whole, finish="stop" if whole else "", error=error))
 
@@ -100,7 +114,7 @@ def test_each_cell_of_the_table_says_something():
         Outcome(one, "went on" if one.seed % 2 else "pair ended", 2.34, [70, 137]) for one in map(case, range(1, 41))
     ]
     outcomes[6].faults.append("another token")
-    rows = [line for line in table.render(outcomes, {"nodes": "no root"}, "1-40", 4.0).splitlines() if line[:2] == "| "]
+    rows = [line for line in table.render(outcomes, {"nodes": "no root"}).splitlines() if line[:2] == "| "]
     assert len(rows) == 1 + len(FAULTS)
     assert all(len([cell for cell in row.split("|")[1:-1] if cell.strip()]) == 1 + len(STAGES) for row in rows)
     text = "\n".join(rows)
@@ -117,10 +131,10 @@ def test_each_cell_of_the_table_says_something():
 def test_the_table_replaces_what_is_between_its_marks(tmp_path):
     page = tmp_path / "results.md"
     page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
-    table.write_table(page, [Outcome(case(1), "pair ended", 2.0, [137, 70])], {}, "1-1", 4.0)
+    table.write_table(page, [Outcome(case(1), "pair ended", 2.0, [137, 70])], {})
     assert page.read_text().startswith("before\n")
     assert page.read_text().endswith(f"{table.END}\nafter\n")
     assert "old" not in page.read_text()
     page.write_text("no marks")
     with pytest.raises(ValueError, match="no lines"):
-        table.write_table(page, [], {}, "1-1", 4.0)
+        table.write_table(page, [], {})
