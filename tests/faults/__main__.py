@@ -8,6 +8,7 @@ and was right is not run again. `--table` writes all of it. Exit code 0 when not
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--within", type=float, default=LIMIT_S, help="seconds in which both ranks end, or go on")
     parser.add_argument("--peer-timeout", type=float, default=4.0)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was begun is ended
     before = read_kept(options.keep) if options.keep else []
     right = {outcome.case.seed for outcome in before if not outcome.faults}
     outcomes: list[Outcome] = []
@@ -90,8 +92,7 @@ class Bench:
         began_s = time.monotonic()
         outcome = Trial(one, pair, expected, self._limit_s).run()
         if outcome.faults:
-            logs = [pair.log(rank)[-4000:] for rank in (0, 1)]
-            print(*logs, sep="\n--- rank 1 ---\n", file=sys.stderr)
+            print(pair.words(), file=sys.stderr)
         print(f"{outcome.line} ({time.monotonic() - began_s:.0f} s)", file=sys.stderr, flush=True)
         if outcome.faults:
             pair.kill_all()

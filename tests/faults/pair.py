@@ -105,6 +105,11 @@ class Pair(ABC):
     @abstractmethod
     def log(self, rank: int) -> str: ...
 
+    def words(self, lines: int = 25) -> str:
+        """The newest of both ranks' logs, without the looks at their health."""
+        kept = [[line for line in self.log(rank).splitlines() if "/health" not in line][-lines:] for rank in (0, 1)]
+        return "\n".join(["--- rank 0", *kept[0], "--- rank 1", *kept[1]])
+
     def caches(self) -> list[Path]:
         return [self.state_dir(rank) / "cache" / f"rank-{rank}" for rank in (0, 1)]
 
@@ -208,6 +213,10 @@ class Host(Pair):
     def log(self, rank: int) -> str:
         path = self._state / "logs" / f"rank-{rank}.log"
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def words(self, lines: int = 25) -> str:
+        own = self._state / "logs" / "supervisor.log"
+        return super().words(lines) + (f"\n--- supervisor\n{own.read_text()[-2000:]}" if own.exists() else "")
 
     def close(self) -> None:
         with suppress(NotRunningError, TideError):

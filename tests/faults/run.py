@@ -329,7 +329,7 @@ def serve(pair: Pair) -> None:
             return
         pair.wait_gone()
     pair.start()
-    assert pair.wait_ready(), f"the next start ended: {[pair.log(rank)[-600:] for rank in (0, 1)]}"
+    assert pair.wait_ready(), f"the next start ended: {pair.codes()}"
 
 
 def stop(pair: Pair) -> None:
