@@ -15,12 +15,12 @@ from tests.soak.clients import Answer
 
 TIMEOUT_S = 90.0
 EXACT: dict[str, dict[str, Any]] = {
-    "country": chat("Tell me about Japan.", max_tokens=32),
-    "function": chat("Write a function that counts the vowels.", max_tokens=40),
-    "story": chat("Tell me a short story about a fox.", temperature=1.0, top_p=0.95, seed=4, max_tokens=48),
-    "river": chat("What is this about?", SYSTEM, max_tokens=12),
-    "mill": chat("How many barrels in line 9?", SYSTEM, temperature=0.8, seed=5, max_tokens=12),
-    "sum": chat("What is 23 + 17?", enable_thinking=True, max_tokens=48),
+    "country": chat("Tell me about Japan.", max_tokens=20),
+    "function": chat("Write a function that counts the vowels.", max_tokens=24),
+    "story": chat("Tell me a short story about a fox.", temperature=1.0, top_p=0.95, seed=4, max_tokens=28),
+    "river": chat("What is this about?", SYSTEM, max_tokens=8),
+    "mill": chat("How many barrels in line 9?", SYSTEM, temperature=0.8, seed=5, max_tokens=8),
+    "sum": chat("What is 23 + 17?", enable_thinking=True, max_tokens=32),
 }
 EXACT = {name: body | {"fidelity": "exact"} for name, body in EXACT.items()}
 
@@ -55,9 +55,9 @@ def others(number: int) -> list[dict[str, Any]]:
     """Never compared, and new each time: prompts of many chunks, a topic, a grammar."""
     country = COUNTRIES[number % len(COUNTRIES)]
     return [
-        chat("What is this about?", f"Book {number}.\n{SYSTEM}", max_tokens=24, fidelity="fast"),
-        chat(f"{number}. Tell me about {country}.", ignore_eos=True, max_tokens=48, fidelity="fast"),
-        chat(f"{number}. Name a river of {country}.", response_format={"type": "json_object"}, max_tokens=16),
+        chat("What is this about?", f"Book {number}.\n{SYSTEM}", max_tokens=8, fidelity="fast"),
+        chat(f"{number}. Tell me about {country}.", ignore_eos=True, max_tokens=24, fidelity="fast"),
+        chat(f"{number}. Name a river of {country}.", response_format={"type": "json_object"}, max_tokens=8),
     ]
 
 

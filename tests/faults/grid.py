@@ -58,7 +58,7 @@ FAULTS = (
     Fault("SIGSTOP, SIGCONT after 9 s, on two nodes", "stop", "ends", layout="nodes"),
 )
 CELLS = tuple((fault, stage) for fault in FAULTS for stage in STAGES if stage not in fault.cannot)
-MOST = {"boot": 4, "prefill": 6, "decode": 40, "swap": 12, "snapshot": 5, "shutdown": 1}  # times at the stage
+MOST = {"boot": 4, "prefill": 6, "decode": 24, "swap": 8, "snapshot": 5, "shutdown": 1}  # times at the stage
 
 
 @dataclass(frozen=True)
