@@ -334,7 +334,8 @@ def wrapped(life: Life) -> Iterator[None]:
             life.told.seen["writes on a full disk"] += 1
             raise sqlite3.OperationalError("database or disk is full")
         write(connection, demand)
-        life.written = demand
+        if life.image is None or life.plan.rank == 1:  # else: what nobody would have done any more
+            life.written = demand
 
     def put_down(*arguments):
         if life.full:
