@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -31,8 +32,8 @@ UNFINISHED = re.compile(r"^\.|\.(tmp|half)$")
 
 @dataclass
 class Outcome:
-    """`seconds`: from the strike until both ranks had ended, or until the next word to a client. `told`: how many of
-    the requests that were open ended whole, with an error, or cut off."""
+    """`seconds`: from the strike until both ranks had ended; of a pair that went on, the longest in which no client was
+    told anything. `whole` and `broken`: of the requests that were open, or came later."""
 
     case: Case
     what: str = ""
@@ -234,8 +235,9 @@ class Trial:
 
     def _went_on(self) -> None:
         self.out.what = "went on"
-        later = [at for one in self.heard for at in one.times if self.struck_s is not None and at > self.struck_s]
-        self.out.seconds = min(later) - self.struck_s if later and self.struck_s else 0.0
+        assert self.struck_s is not None
+        times = sorted([self.struck_s, *(at for one in self.heard for at in one.times if at > self.struck_s)])
+        self.out.seconds = max((later - at for at, later in pairwise(times)), default=0.0)
         if self.out.seconds > self.limit_s:
             self._wrong(f"nothing was told for {self.out.seconds:.1f} s")
 

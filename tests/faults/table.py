@@ -56,7 +56,7 @@ def told(outcome: Outcome) -> str:
         return f"**WRONG (seed {outcome.case.seed})**"
     broken = f", {outcome.broken} of {outcome.broken + outcome.whole} requests ended" if outcome.broken else ""
     if not outcome.ended:
-        return f"goes on{broken}"
+        return f"goes on, silent for {outcome.seconds:.1f} s{broken}"
     codes = ", ".join("?" if code is None else str(code) for code in outcome.codes)
     lost = f", {outcome.lost} votes that could not be written" if outcome.lost else ""
     return f"{outcome.what} in {outcome.seconds:.1f} s ({codes}){lost}"
