@@ -4,7 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.faults.grid import FAULTS, Fault, Layout, Stage
-from tests.faults.run import Outcome
+from tests.faults.run import LIMIT_S, Outcome
 from tests.faults.strike import STAGES
 
 BEGIN, END = "<!-- faults: written by make faults -->", "<!-- faults: end -->"
@@ -36,10 +36,12 @@ def render(outcomes: list[Outcome], skipped: dict[Layout, str]) -> str:
 def lead(outcomes: list[Outcome]) -> str:
     ended = [outcome.seconds for outcome in outcomes if outcome.ended]
     wrong = sum(bool(outcome.faults) for outcome in outcomes)
+    late = sum(seconds > LIMIT_S for seconds in ended)
     return (
         f"{len(outcomes)} runs, {sum(outcome.compared for outcome in outcomes)} answers and beginnings of answers "
         f"compared with those of a clean run, {wrong} runs with anything wrong. {len(ended)} times both ranks ended, "
-        f"{min(ended, default=0.0):.1f} to {max(ended, default=0.0):.1f} s after the strike, and a new start served."
+        f"{min(ended, default=0.0):.1f} to {max(ended, default=0.0):.1f} s after the strike, {late} times after more than "
+        f"{LIMIT_S:g} s, and a new start served."
     )
 
 
