@@ -77,7 +77,8 @@ class Bench:
     def run(self, cases: list[Case], tell: Callable[[Outcome], None]) -> None:
         with self._pair(Host, resident=480) as plain:
             expected = clean(plain)
-        for layout, kind in (("host", Host), ("nodes", Nodes)):
+        for layout in dict.fromkeys(one.fault.layout for one in cases):
+            kind: type[Pair] = Host if layout == "host" else Nodes
             mine = [one for one in cases if one.fault.layout == layout]
             if mine and kind is Nodes and (why := link.why_not()):
                 self.skipped["nodes"] = why

@@ -40,8 +40,8 @@ def lead(outcomes: list[Outcome]) -> str:
     return (
         f"{len(outcomes)} runs, {sum(outcome.compared for outcome in outcomes)} answers and beginnings of answers "
         f"compared with those of a clean run, {wrong} runs with anything wrong. {len(ended)} times both ranks ended, "
-        f"{min(ended, default=0.0):.1f} to {max(ended, default=0.0):.1f} s after the strike, {late} times after more than "
-        f"{LIMIT_S:g} s, and a new start served."
+        f"{min(ended, default=0.0):.1f} to {max(ended, default=0.0):.1f} s after the strike, {late} times after "
+        f"more than {LIMIT_S:g} s, and a new start served."
     )
 
 
