@@ -21,6 +21,7 @@ from tests.control.conftest import free_ports
 from tests.faults import strike
 from tests.faults.link import Link
 from tidectl import supervisor
+from tided.control.keys import load_keys
 from tided.errors import NotRunningError, TideError
 
 PROGRAM = (sys.executable, "-m", "tests.faults.rank")
@@ -233,6 +234,7 @@ class Nodes(Pair):
         self.link = Link()
         hosts = f'hosts = ["{self.link.here}", "{self.link.there}"]\nkey_file = "{folder}/curve.key"'
         super().__init__(folder, packs, peer_timeout_s, parallel=hosts, **profile)
+        load_keys(folder / "curve.key", create=True)
         self._ranks: list[subprocess.Popen[bytes]] = []
         for rank in (0, 1):
             self.state_dir(rank).mkdir(mode=0o700)
@@ -252,14 +254,6 @@ class Nodes(Pair):
                         command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self.environment
                     )
                 )
-            if rank == 0:  # which makes the keys
-                self._wait_for_keys()
-
-    def _wait_for_keys(self) -> None:
-        deadline = time.monotonic() + READY_S
-        while not (self.folder / "curve.key").exists() and self._ranks[0].poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
 
     def ask_to_stop(self) -> None:
         for process in self._ranks:
