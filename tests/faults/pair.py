@@ -268,7 +268,11 @@ class Nodes(Pair):
         return super().left()
 
     def codes(self) -> list[int | None]:
-        return [code if code is None or code >= 0 else 128 - code for code in (p.poll() for p in self._ranks)]
+        """Of processes that have let go of all they had, and may still be ending."""
+        for process in self._ranks:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+        return [code if code is None or code >= 0 else 128 - code for code in (p.returncode for p in self._ranks)]
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.log"
