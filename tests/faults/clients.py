@@ -13,7 +13,7 @@ import aiohttp
 from tests.soak.bodies import COUNTRIES, SYSTEM, chat
 from tests.soak.clients import Answer
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 150.0
 EXACT: dict[str, dict[str, Any]] = {
     "country": chat("Tell me about Japan.", max_tokens=20),
     "function": chat("Write a function that counts the vowels.", max_tokens=24),

@@ -54,7 +54,7 @@ FAULTS = (
     Fault("a client that does not read", None, "goes on", rank=0),
     Fault("the link is cut", None, "ends", layout="nodes"),
     Fault("the link is away for 1 s", None, "goes on", layout="nodes"),
-    Fault("a slow link (2 Mbit/s)", None, "goes on", layout="nodes"),
+    Fault("a slow link (8 Mbit/s)", None, "goes on", layout="nodes"),
     Fault("SIGSTOP, SIGCONT after 9 s, on two nodes", "stop", "ends", layout="nodes"),
 )
 CELLS = tuple((fault, stage) for fault in FAULTS for stage in STAGES if stage not in fault.cannot)

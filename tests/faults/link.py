@@ -42,9 +42,9 @@ class Link:
         """Nothing arrives any more, and nobody is told."""
         run(*self.inside, "ip", "link", "set", "eth0", "down")
 
-    def slow(self, rate: str = "2mbit") -> None:
+    def slow(self, rate: str = "8mbit") -> None:
         for inside, device in (([], self._name), (self.inside, "eth0")):
-            run(*inside, *f"tc qdisc replace dev {device} root tbf rate {rate} burst 16kb latency 400ms".split())
+            run(*inside, *f"tc qdisc replace dev {device} root tbf rate {rate} burst 16kb latency 200ms".split())
 
     def heal(self) -> None:
         run(*self.inside, "ip", "link", "set", "eth0", "up")
