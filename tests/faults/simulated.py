@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -382,7 +383,8 @@ def run(seed: int, path: Path, folder: Path) -> Told:
         if leftovers:
             told.faults.append(f"unfinished files: {leftovers}")
     except Exception as error:
-        told.faults.append(f"{type(error).__name__}: {error}")
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        told.faults.append(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno}, {last.line})")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(folder.with_name(f"{seed}-killed"), ignore_errors=True)
     return told
