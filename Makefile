@@ -39,7 +39,7 @@ resolve: setup ## the tested versions resolve for x86_64 and aarch64 (nothing is
 	    || exit 1; echo "$$machine: resolved"; done
 
 test: lint resolve ## everything that can be tested without an accelerator
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not browser and not gpu and not systemd"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not browser and not faults and not gpu and not systemd"
 
 test-ssh: setup ## two nodes on this machine by a real ssh (root, openssh-client and openssh-server)
 	$(BIN)/pytest -rs tests/tidectl/test_real_ssh.py
@@ -66,6 +66,7 @@ soak: setup ## 500 mixed requests a run over HTTP against the mini, all experts 
 	$(BIN)/python -m tests.soak
 
 faults: setup ## a simulated pair 1,000 times, the mini pair at every stage of its life, each struck as its seed says; the table in docs/results.md
+	$(BIN)/pytest -m faults
 	$(BIN)/python -m tests.faults.simulated --receipt docs/receipts/faults-simulated.txt
 	rm -f docs/receipts/faults.jsonl
 	$(BIN)/python -m tests.faults --keep docs/receipts/faults.jsonl --table docs/results.md

@@ -20,7 +20,6 @@ from tests.faults.strike import Deed, Stage, Strike, armed_at, go, struck_at
 POLL_S = 0.01
 HOLD_S = 8.0
 SMALL_DISK_BYTES = 512 << 20  # a larger one is nobody's to fill
-ROOM_BYTES = 4 << 20  # that a process short of memory has left
 LITTLE_BYTES = 100 << 20  # of the whole node
 
 
@@ -35,24 +34,33 @@ class Struck:
         self._number = 0
         self.reads_left = dict.fromkeys(("eio", "short", "corrupt"), 0)
         self.jumped_s = 0
-        self.is_short_of_memory = False
+        self.is_short_of_memory = self._limited = False
         self._take_up()
         threading.Thread(target=self._watch, name="strikes", daemon=True).start()
 
     def _watch(self) -> None:
         while True:
-            self._take_up()
+            with suppress(MemoryError):
+                self._take_up()
             time.sleep(POLL_S)
 
     def _take_up(self) -> None:
         try:
             strike = msgspec.json.decode(armed_at(self._dir, self._rank).read_bytes(), type=Strike)
         except FileNotFoundError:
-            self.reads_left = dict.fromkeys(self.reads_left, 0)
+            self._end()
             return
         with self._lock:
             if strike.number != self._number:
                 self._number, self._armed, self._left = strike.number, strike, strike.after
+
+    def _end(self) -> None:
+        """The cause is gone."""
+        self.reads_left = dict.fromkeys(self.reads_left, 0)
+        self.jumped_s, self.is_short_of_memory = 0, False
+        if self._limited:
+            self._limited, most = False, resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     def reach(self, stage: Stage) -> None:
         """The rank is there; on any of its threads."""
@@ -98,8 +106,9 @@ class Struck:
         self.jumped_s = strike.amount
 
     def want_memory(self, _: Strike) -> None:
+        """No more than the process has now."""
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + ROOM_BYTES
+        limit, self._limited = pages * resource.getpagesize(), True
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
     def run_short(self, _: Strike) -> None:

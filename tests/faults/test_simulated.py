@@ -15,7 +15,7 @@ def path():
         yield checkpoint
 
 
-@pytest.mark.parametrize("seed", [12, 15, 20, 34])
+@pytest.mark.parametrize("seed", [12, 34])
 def test_a_pair_that_is_struck_tells_nothing_wrong_and_keeps_its_votes(path, tmp_path, seed):
     told = run(seed, path, tmp_path)
     assert told.faults == []
