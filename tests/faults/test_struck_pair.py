@@ -42,7 +42,7 @@ def clean(pair):
 
 LONG = pytest.mark.faults
 CHECKED = [
-    pytest.param("corrupt records", "decode"),
+    pytest.param("corrupt records", "decode", marks=LONG),
     pytest.param("the clock jumps", "swap"),
     pytest.param("full disk", "snapshot"),
     pytest.param("short reads", "prefill", marks=LONG),
