@@ -71,6 +71,20 @@ def test_pages_that_are_needed_are_given_back():
     assert held.end("live").stats["parked"] == 0
 
 
+def test_pages_that_an_answer_grows_into_are_given_back():
+    """It fits beside the background at first; later it does not, and is not parked for it."""
+    held = bench(lanes=2, pool_tokens=60, context_tokens=60, park_tokens=60, page_tokens=1)
+    held.submit(behind(prompt=30))
+    held.turn(3 * LAYERS + 1)
+    held.submit(request("live", prompt=10, max_tokens=40))
+    held.turn(8)
+    assert len(held.engine.scheduler.running) == 2
+    held.finish()
+    assert len(held.tokens("live")) == 40
+    assert held.end("live").stats["parked"] == 0
+    assert held.end("behind").reason == "cancelled"
+
+
 def test_what_gave_way_does_not_vote_and_what_ended_does():
     pilot = FakePilot()
     held = bench(pilot, lanes=1)

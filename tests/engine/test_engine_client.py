@@ -82,6 +82,27 @@ async def test_a_slow_reader_finds_its_tokens_joined():
     assert len(events[1].token_ids) == 50
 
 
+async def test_what_runs_in_the_background_is_nobodys():
+    """It takes no place of the queue, and is in no figure; a drain does not wait for it."""
+    async with running() as (client, _, link):
+        link.open.clear()
+        behind = replace(request("behind", prompt=30, max_tokens=1), scored=True, background=True)
+        answer = client.submit(behind)
+        health = client.health()
+        assert (health["busy"], health["queue"], health["lanes"]["busy"]) == (False, 0, 0)
+        assert client.idle_s >= 0
+        asked = [client.submit(request(f"r{i}", max_tokens=2)) for i in range(LIMITS.lanes + LIMITS.queue)]
+        assert client.health()["queue"] == len(asked)
+        assert client.idle_s == 0
+        link.open.set()
+        await asyncio.gather(*map(collect, asked))
+        assert (await collect(answer))[-1].reason in ("length", "cancelled")
+        assert len(client.recent_stats) == len(asked)
+        again = client.submit(replace(behind, request_id="again"))
+        await client.drain(20)
+        assert (await collect(again))[-1].reason in ("cancelled", "length")
+
+
 async def test_a_full_queue_is_refused_before_any_event_and_a_cancelled_place_is_free_again():
     async with running() as (client, _, link):
         link.open.clear()

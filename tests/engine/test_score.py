@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tided.engine.score import SCORED_ROWS, likeliest, logprobs, scores
+from tided.engine.score import SCORED_ROWS, likeliest, logprobs, pieces
 from tided.errors import PairError
 
 VOCAB = 24
@@ -38,16 +38,16 @@ def test_log_probabilities_are_of_the_whole_distribution(logits, most, data):
 
 def test_logits_of_few_rows_are_there_at_a_time():
     seen, rows = [], torch.randn(3 * SCORED_ROWS + 7, VOCAB)
-    ids = [at % VOCAB for at in range(len(rows))]
 
     def head(part):
         seen.append(len(part))
         return part
 
-    assert scores(head, rows, ids, 2) == logprobs(rows, ids, 2)
+    for count in (len(rows), len(rows) - 1, SCORED_ROWS, 1, 0):  # nothing follows a prompt's last row
+        found = list(pieces(head, rows, count))
+        assert [first for first, _ in found] == list(range(0, count, SCORED_ROWS))
+        assert torch.equal(torch.cat([rows[:0], *(part for _, part in found)]), rows[:count])
     assert max(seen) == SCORED_ROWS
-    assert scores(head, rows, ids[:-1], 2) == logprobs(rows[:-1], ids[:-1], 2)  # nothing follows a prompt's last row
-    assert scores(head, rows[:1], [], 2) == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
