@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from packers import wanted
 from packers.headers import Shard
 from packers.hub import SHA256, Repository
@@ -34,7 +36,8 @@ SPARE_BYTES = 256 << 20  # of the file system, for what else is written meanwhil
 
 class Options(NamedTuple):
     """`to` None: a directory of the repository's name, here. `sums`: NAME=SHA256, the user's own word. `from_hub`: the
-    other nodes fetch for themselves. `lent`: another node has all of it, as it is to be."""
+    other nodes fetch for themselves. `verify`: all that is here is read again. `lent`: another node has all of it, as
+    it is to be."""
 
     repository: str
     to: Path | None = None
@@ -47,6 +50,7 @@ class Options(NamedTuple):
     connections: int = 8
     dry_run: bool = False
     from_hub: bool = False
+    verify: bool = False
     lent: bool = False
 
     @property
@@ -62,6 +66,7 @@ class Options(NamedTuple):
         """That goes on with it, here or on another node."""
         told = [
             *(["--dense"] if self.dense else []),
+            *(["--verify"] if self.verify else []),
             *(part for pattern in self.include for part in ("--include", pattern)),
             *(part for pattern in self.exclude for part in ("--exclude", pattern)),
             *(part for given in self.sums for part in ("--sha256", given)),
@@ -71,13 +76,15 @@ class Options(NamedTuple):
 
 @dataclass
 class Plan:
-    """`here`: files that are whole, by the manifest; `left_bytes`: of the others what has not come yet."""
+    """`here`: files that are whole, by the manifest; `verify`: none is believed to be. `left_bytes`: of the others what
+    has not come yet."""
 
     repository: Repository
     targets: list[Target]
     manifest: Manifest
     directory: Path
     left_out_bytes: int = 0
+    verify: bool = False
     here: set[str] = field(default_factory=set)
 
     @property
@@ -91,12 +98,15 @@ class Plan:
     @property
     def changed(self) -> list[str]:
         """Files of ours that have been written to since."""
+        if self.verify:
+            return []
         names = (target.name for target in self.missing if target.name in self.manifest.files)
         return sorted(name for name in names if _size(self.directory / name) is not None)
 
     def come_bytes(self, target: Target) -> int:
         """Of a file that is not known to be whole. One of its size may be it: it is compared first."""
-        if target.is_published and _size(self.directory / target.name) == target.nbytes:
+        known = target.is_published or target.name in self.manifest.files
+        if known and _size(self.directory / target.name) == target.nbytes:
             return target.nbytes
         return part_bytes(self.directory / target.name, target.nbytes)
 
@@ -111,7 +121,7 @@ class Plan:
         ):
             raise UnavailableError("another fetch has begun here", where=str(self.directory), hint="run it again")
         self.manifest = found
-        self.here = {target.name for target in self.targets if _is_here(self, target)}
+        self.here = {target.name for target in self.targets if not self.verify and _is_here(self, target)}
         _refuse_others_files(self)
 
     @property
@@ -177,7 +187,7 @@ def make_plan(options: Options, stop: threading.Event, show: Show) -> Plan:
     targets = _with_sums(targets, options.sums, repository)
     manifest = begun or Manifest(repository.name, repository.commit, options.revision, options.kind)
     repository.tries = PATIENT_TRIES
-    plan = Plan(repository, targets, manifest, options.directory, left_out)
+    plan = Plan(repository, targets, manifest, options.directory, left_out, options.verify)
     plan.look()
     return plan
 
@@ -200,7 +210,7 @@ def fetch(plan: Plan, connections: int, stop: threading.Event, show: Show) -> No
                     write_manifest(plan.directory, plan.manifest)
                     written_s = time.monotonic()
 
-        found = adopted(path, target.published, stop, progress.came) if path.is_file() else None
+        found = _as_it_was(plan, target, stop, progress) if path.is_file() else None
         if found:
             keep(found)
         else:
@@ -217,6 +227,16 @@ def fetch(plan: Plan, connections: int, stop: threading.Event, show: Show) -> No
     finally:
         with lock:
             write_manifest(plan.directory, plan.manifest)
+
+
+def _as_it_was(plan: Plan, target: Target, stop: threading.Event, progress: "Progress") -> Entry | None:
+    """The entry of a file that has all the bytes that it should: by the hub's word, or by its own sum of when it was
+    made here."""
+    before, path = plan.manifest.files.get(target.name), plan.directory / target.name
+    if target.is_published or before is None:
+        return adopted(path, target.published, stop, progress.came)
+    found = adopted(path, target.published._replace(sha256=before.sha256), stop, progress.came)
+    return found and msgspec.structs.replace(found, by="")
 
 
 class Progress:

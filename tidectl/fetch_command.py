@@ -49,6 +49,9 @@ def fetch(
         typer.Option("--from-hub", help="Other nodes fetch from the hub, at the same time, with their own HF_TOKEN."),
     ] = False,
     connections: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Files fetched at once.")] = 8,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all that is here again; what is not as it came is fetched anew.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would come, how large, and where to.")] = False,
     json: Json = False,
     lent: Annotated[bool, typer.Option("--lent", hidden=True)] = False,
@@ -75,6 +78,6 @@ def fetch(
 
     patterns = (include or (), exclude or (), sha256 or ())
     options = fetch.Options(
-        repository, to, revision, dense, *patterns, to_node or (), connections, dry_run, from_hub, lent
+        repository, to, revision, dense, *patterns, to_node or (), connections, dry_run, from_hub, verify, lent
     )
     fetch.run(fetch_profile.for_profile(options, profile) if profile else options, json)

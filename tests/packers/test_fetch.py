@@ -139,6 +139,23 @@ def test_the_sums_beside_it_find_one_bit(hub: Hub, tmp_path: Path, capsys: pytes
     assert list(faults(tmp_path, read_manifest(tmp_path) or found)) == []
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_damage_under_an_old_time_is_found_when_it_is_asked_for(hub: Hub, tmp_path: Path, dense: bool) -> None:
+    bring(tmp_path, dense=dense)
+    before, body = hub.sent_bytes, contents(tmp_path)
+    shard = tmp_path / "model-1.safetensors"
+    times = (shard.stat().st_atime_ns, shard.stat().st_mtime_ns)
+    shard.write_bytes(body[shard.name][:-1] + b"!")
+    os.utime(shard, ns=times)
+    bring(tmp_path, dense=dense, verify=True)
+    assert contents(tmp_path) == body
+    headers = sum(shard.data_offset for shard in Checkpoint.open(hub.repositories[REPO]).shards) if dense else 0
+    assert before < hub.sent_bytes <= before + len(body[shard.name]) + headers + (5_000 if dense else 0)
+    found = read_manifest(tmp_path)
+    assert found is not None
+    assert found.files[shard.name].by == ("" if dense else "sha256")
+
+
 def test_a_second_call_brings_nothing(hub: Hub, source: Path, tmp_path: Path) -> None:
     bring(tmp_path)
     before = hub.sent_bytes

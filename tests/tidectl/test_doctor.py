@@ -512,7 +512,9 @@ def test_an_unfinished_fetch_and_a_file_that_was_written_to(view: View, tmp_path
     assert weights.fetched(view).verdict == weights.sums(view).verdict == "ok"
     (tmp_path / "a.safetensors").write_bytes(b"abd")
     assert weights.fetched(view).verdict == "warn"
-    assert "a.safetensors: sha256" in weights.sums(view).evidence
+    found = weights.sums(view)
+    assert "a.safetensors: sha256" in found.evidence
+    assert found.fix == f"`tidectl fetch owner/model --to {tmp_path} --verify` mends them"
     (tmp_path / "tidelm-fetch.json").write_text("{}")
     assert weights.fetched(view).verdict == "fail"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from packers.manifest import NAME, faults, is_untouched, read_manifest
+from packers.manifest import NAME, Manifest, faults, is_untouched, read_manifest
 from packers.overlay import digest_of
 from packers.packs import Pack
 from tidectl.doctor.check import Finding, View, fail, ok, size, skip, warn
@@ -25,7 +25,7 @@ def fetched(view: View) -> Finding:
         if manifest is None:
             continue
         touched = [name for name, entry in manifest.files.items() if not is_untouched(folder / name, entry)]
-        again = f"`tidectl fetch {manifest.repository} --to {folder}{' --dense' * (manifest.kind == 'dense')}`"
+        again = _again(folder, manifest)
         if not manifest.complete:
             return fail(f"{folder}: the fetch of {manifest.repository} did not come to its end", f"{again} goes on")
         if touched:
@@ -62,19 +62,21 @@ def packs(view: View) -> Finding:
 def sums(view: View) -> Finding:
     """Reads all of every file that was fetched, and what edits the model."""
     assert view.settings is not None
-    told, wrong = [], []
+    told, wrong, again = [], list[str](), ""
     for folder in folders(view):
         manifest = read_manifest(folder)
         if manifest is None:
             told.append(f"{folder}: no {NAME} to compare with")
             continue
-        wrong += [f"{folder}/{fault}" for fault in faults(folder, manifest, view.read)]
+        if found := list(faults(folder, manifest, view.read)):
+            wrong += [f"{folder}/{fault}" for fault in found]
+            again = _again(folder, manifest)
         total = sum(entry.bytes for entry in manifest.files.values())
         told.append(f"{folder}: {len(manifest.files)} files, {size(total)}")
     told += [f"{path}: sha256 {digest_of(path)}" for path in _edits(view)]
     if wrong:
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        return fail("; ".join(wrong[:SHOWN]) + more, "run the same `tidectl fetch` again: it mends them")
+        return fail("; ".join(wrong[:SHOWN]) + more, f"{again[:-1]} --verify` mends them")
     compared = any(NAME not in one for one in told)
     return ok("; ".join(told)) if compared else skip("; ".join(told))
 
@@ -110,6 +112,10 @@ def deep_bytes(view: View) -> int:
         manifest = read_manifest(folder)
         total += sum(entry.bytes for entry in manifest.files.values()) if manifest else 0
     return total + sum(path.stat().st_size for path in _pack_files(view))
+
+
+def _again(folder: Path, manifest: Manifest) -> str:
+    return f"`tidectl fetch {manifest.repository} --to {folder}{' --dense' * (manifest.kind == 'dense')}`"
 
 
 def _pack_files(view: View) -> list[Path]:
