@@ -77,7 +77,9 @@ async def draw(folder: Path, program: str) -> None:
 def save(taken: Path, file: Path) -> None:
     """With a palette of its own: a quarter of the bytes."""
     found = io.BytesIO()
-    Image.open(taken).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(found, "PNG", optimize=True)
+    Image.open(taken).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        found, "PNG", optimize=True
+    )
     file.write_bytes(found.getvalue())
     print(f"{file}: {len(found.getvalue()) // 1000} kB", file=sys.stderr)
 

@@ -5,7 +5,8 @@ from tided.settings import Settings
 
 STREAM_COPIES = 4
 ROWS = 1 << 25  # gathered rows of attention at a time, and index scores: see `attention._ROW_ELEMENTS`
-MARGIN = 1.5  # what an allocator holds in pieces that fit nothing
+# What lives beside a layer's widest moment, and what an allocator holds in pieces that fit nothing; no GPU has told.
+MARGIN = {"cuda": 1.5, "cpu": 7.0}
 
 
 def passing_bytes(c: Config, settings: Settings) -> int:
@@ -20,4 +21,4 @@ def passing_bytes(c: Config, settings: Settings) -> int:
     row = STREAM_COPIES * c.hidden_size * 4 + attention + made * 4 + c.index_topk * 12
     gathered = 3 * 4 * ROWS if settings.engine.device == "cuda" else 3 * 4 * (ROWS >> 3)
     weight = 4 * max(c.hidden_size * c.intermediate_size // ranks, heads * latent * c.q_lora_rank)
-    return int(MARGIN * tokens * row) + gathered + weight + 4 * c.vocab_size
+    return int(MARGIN[settings.engine.device] * tokens * row) + gathered + weight + 4 * c.vocab_size
