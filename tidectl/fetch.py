@@ -104,11 +104,17 @@ class Plan:
         return sorted(name for name in names if _size(self.directory / name) is not None)
 
     def come_bytes(self, target: Target) -> int:
-        """Of a file that is not known to be whole. One of its size may be it: it is compared first."""
+        """Of a file that is not known to be whole."""
+        return target.nbytes if self.may_be(target) else self.part_bytes(target)
+
+    def may_be(self, target: Target) -> bool:
+        """A file of its size is there: it is compared before anything comes."""
         known = target.is_published or target.name in self.manifest.files
-        if known and _size(self.directory / target.name) == target.nbytes:
-            return target.nbytes
-        return part_bytes(self.directory / target.name, target.nbytes)
+        return known and _size(self.directory / target.name) == target.nbytes
+
+    def part_bytes(self, target: Target) -> int:
+        """That came before the fetch was ended."""
+        return 0 if self.may_be(target) else part_bytes(self.directory / target.name, target.nbytes)
 
     def look(self) -> None:
         """What is here. Raises UsageError for files that are in the way, UnavailableError where another fetch came
@@ -245,23 +251,27 @@ class Progress:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._lock = plan, threading.Lock()
         whole = sum(target.nbytes for target in plan.targets if target.name in plan.here)
-        self._done = whole + sum(plan.come_bytes(target) for target in plan.missing)
-        self._seen: deque[tuple[float, int]] = deque()
+        self._done = whole + sum(plan.part_bytes(target) for target in plan.missing)
+        self._seen: deque[tuple[float, int, int]] = deque()
 
     def came(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
 
+    @property
+    def _fetched(self) -> int:
+        return self._plan.repository.fetched_bytes
+
     def items(self) -> list[Item]:
         """For the screen. The rate is of what comes over the network: files that are read again here are none of it."""
-        now_s, fetched = time.monotonic(), self._plan.repository.fetched_bytes
-        self._seen.append((now_s, fetched))
+        now_s, fetched, done, total = time.monotonic(), self._fetched, self._done, self._plan.total_bytes
+        self._seen.append((now_s, fetched, done))
         while len(self._seen) > 2 and now_s - self._seen[0][0] > RATE_S:
             self._seen.popleft()
-        since_s, before = self._seen[0]
+        since_s, before, done_before = self._seen[0]
         rate = (fetched - before) / (now_s - since_s) if now_s > since_s else 0.0
-        done, total = self._done, self._plan.total_bytes
-        detail = f"{len(self._plan.here)} of {len(self._plan.targets)} files, {speed(rate, total - done)}"
+        how = "comparing what is here" if fetched == before and done > done_before else speed(rate, total - done)
+        detail = f"{len(self._plan.here)} of {len(self._plan.targets)} files, {how}"
         state = f"{size(done)} of {size(total)}"
         return [Item("fetching", state, detail=detail, done=done >> 20, total=max(2, total >> 20))]
 
@@ -357,20 +367,24 @@ def _sum(text: str) -> tuple[str, str]:
 
 def _is_here(plan: Plan, target: Target) -> bool:
     entry = plan.manifest.files.get(target.name)
-    if entry is None or entry.bytes != target.nbytes or not is_untouched(plan.directory / target.name, entry):
+    path = plan.directory / target.name
+    if entry is None or entry.bytes != target.nbytes or path.is_symlink() or not is_untouched(path, entry):
         return False
     return not target.published.sha256 or target.published.sha256 == entry.sha256
 
 
 def _refuse_others_files(plan: Plan) -> None:
     """A file that no fetch of ours brought is replaced where it may be a damaged copy, by its size; else it is
-    somebody's."""
+    somebody's. So is a link, whose file may lie where no loader goes."""
     strange = [
         target.name
         for target in plan.missing
-        if target.name not in plan.manifest.files
-        and (size := _size(plan.directory / target.name)) is not None
-        and not (target.is_published and size == target.nbytes)
+        if (plan.directory / target.name).is_symlink()
+        or (
+            target.name not in plan.manifest.files
+            and _size(plan.directory / target.name) is not None
+            and not plan.may_be(target)
+        )
     ]
     if strange:
         more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""

@@ -220,6 +220,39 @@ def test_nobody_s_file_is_overwritten(hub: Hub, tmp_path: Path) -> None:
         bring(tmp_path / "whole", dense=True)
 
 
+def test_a_link_is_somebody_s(hub: Hub, source: Path, tmp_path: Path) -> None:
+    """As other tools leave them, to a cache: a loader refuses what lies outside."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "model-1.safetensors").symlink_to(source / "model-1.safetensors")
+    with pytest.raises(UsageError, match="holds model-1"):
+        bring(tmp_path / "here")
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_what_is_done_never_exceeds_what_there_is(
+    hub: Hub, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """With parts, files to be compared, one of them damaged, and one that comes twice."""
+    for name in ("model-0.safetensors", "model-2.safetensors"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    (tmp_path / "model-0.safetensors").write_bytes(bytes((source / "model-0.safetensors").stat().st_size))
+    transfer.part_path(tmp_path / "model-1.safetensors").write_bytes(
+        (source / "model-1.safetensors").read_bytes()[:999]
+    )
+    hub.lies["model-3.safetensors"] = "damaged once"
+    told: list[int] = []
+    came = fetch.Progress.came
+
+    def noted(self: fetch.Progress, nbytes: int) -> None:
+        came(self, nbytes)
+        told.append(self._done)
+
+    monkeypatch.setattr(fetch.Progress, "came", noted)
+    bring(tmp_path, connections=1, verify=bool(kept))
+    assert max(told) == told[-1] == visible_bytes(source)
+    assert min(told) >= 0
+
+
 def test_room_is_not_wanted_for_what_is_here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bring(tmp_path)
     (tmp_path / manifest.NAME).unlink()

@@ -127,6 +127,14 @@ def test_swap(machine: Scripted, view: View, free: int, verdict: str) -> None:
     assert memory.swap(view).verdict == verdict
 
 
+def test_memory_that_the_kernel_counts_twice(machine: Scripted, view: View) -> None:
+    assert memory.cma(view).verdict == "skip"
+    machine.memory(CmaTotal=524_288, CmaFree=500_000)
+    assert memory.cma(view).verdict == "ok"
+    machine.memory(CmaTotal=524_288, CmaFree=9_000_000)
+    assert memory.cma(view).verdict == "warn"
+
+
 @pytest.mark.parametrize(
     ("groups", "files", "verdict"),
     [

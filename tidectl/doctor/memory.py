@@ -93,6 +93,19 @@ def swap(view: View) -> Finding:
     return ok(seen)
 
 
+def cma(view: View) -> Finding:
+    """Memory set aside for devices. Kernels were seen to count more of it free than there is, and MemAvailable with
+    it."""
+    info = meminfo(view.machine)
+    total, free = info.get("CmaTotal", 0), info.get("CmaFree", 0)
+    if not total:
+        return skip("none is set aside")
+    seen = f"{size(free)} of {size(total)} set aside for devices are free"
+    return (
+        warn(seen, "what is available is overstated by the difference: restart the node") if free > total else ok(seen)
+    )
+
+
 def limit(view: View) -> Finding:
     """Of a control group; on a node whose GPU shares its memory it limits the GPU as well, without an error."""
     found = [(path, most) for path, most in _limits(view.machine) if most < _total(view.machine)]

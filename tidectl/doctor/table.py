@@ -13,6 +13,7 @@ CHECKS: tuple[Check, ...] = (
     Check("ports", served.ports, needs="profile"),
     Check("memory.cache", memory.cache),
     Check("memory.swap", memory.swap),
+    Check("memory.cma", memory.cma),
     Check("memory.limit", memory.limit),
     Check("memory.locked", memory.locked),
     Check("kernel.log", memory.kernel_log),
