@@ -13,6 +13,10 @@ from tidectl.waiting import Item, waiting
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+HINT = (
+    "answers are remembered where the profile sets audit.remember_tokens, the newest longest; experts are read into "
+    "tide.sync_slots"
+)
 COLUMNS = ("token", "answer", "with every expert", "rank", "log probability")
 
 
@@ -20,7 +24,10 @@ def run(request_id: str, top: int, url: str | None, as_json: bool) -> None:
     server, key = server_url(url), os.environ.get("TIDE_API_KEY", "")
     with waiting() as show:
         show([Item("audit", "waiting for a quiet moment, then scoring")])
-        found = http.post(server, key, f"/v1/requests/{quote(request_id, safe='')}/audit", {})
+        try:
+            found = http.post(server, key, f"/v1/requests/{quote(request_id, safe='')}/audit", {})
+        except http.RequestFailed as error:
+            raise http.RequestFailed(error.what, where=server, hint=HINT) from error
     if as_json:
         emit("audit/1", found)
         return
@@ -39,7 +46,7 @@ def summary(found: dict[str, Any]) -> list[str]:
         f"{found['request_id']} ({found['fidelity']}): {found['tokens']} tokens, {differing(found)}",
         f"loss {found['exact_loss']:.4f} nats a token with every expert, {found['resident_loss']:.4f} with those that "
         f"are resident now ({found['residency_loss']:+.4f}{substituted})",
-        f"{found['reads']} experts read, {found['read_bytes'] / 1e9:.2f} GB, {found['seconds']:.1f} s",
+        f"{found['reads']} experts read, {found['read_bytes'] / 1e6:,.0f} MB, {found['seconds']:.1f} s",
     ]
     if found["ends_alike"] is False:
         lines.insert(1, "with every expert it would go on where it ended")
