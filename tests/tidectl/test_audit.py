@@ -10,7 +10,8 @@ ONE = {"at": 2, "token_id": 5, "exact_id": 6, "rank": 3, "logprob": -2.5, "text"
 FOUND = {
     "request_id": "chatcmpl-7", "fidelity": "fast", "tokens": 40, "exact_loss": 0.51, "exact_top1": 0.9,
     "resident_loss": 0.62, "residency_loss": 0.11, "substituted_weight_share": 0.125, "reads": 12,
-    "read_bytes": 3_400_000, "seconds": 1.25, "tries": 1, "differ": 3, "differences": [ONE, ONE | {"at": 7}], "ends_alike": False,
+    "read_bytes": 3_400_000, "seconds": 1.25, "tries": 1, "differ": 3, "differences": [ONE, ONE | {"at": 7}],
+    "ends_alike": False,
 }  # fmt: skip
 
 
