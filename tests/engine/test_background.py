@@ -98,6 +98,19 @@ def test_what_gave_way_does_not_vote_and_what_ended_does():
     assert [what for what, _ in pilot.told if what != "idle"] == ["prompt", "request"] * 2
 
 
+def test_the_figures_are_of_those_that_somebody_asked():
+    plain, beside = bench(), bench()
+    beside.submit(behind())
+    beside.finish()
+    for held in (plain, beside):
+        held.submit(*LIVE)
+        held.finish()
+    of = [(held.engine.ledger.routed(), held.engine.ledger.answer_tokens) for held in (plain, beside)]
+    assert of[0] == of[1]
+    assert of[0][1] == 10
+    assert [held.engine.traces.newest.request_id in ("live", "other") for held in (plain, beside)] == [True, True]
+
+
 def test_there_is_one_at_a_time_and_it_can_be_cancelled():
     held = bench()
     held.submit(behind("a"), behind("b"))

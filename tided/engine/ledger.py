@@ -59,7 +59,7 @@ class Ledger:
         self._waits = Waits()  # before the step in hand
         self.token_bytes: Sequence[bytes | None] = ()
         self._watches: dict[str, LoopWatch] = {}  # by request
-        self._taken = Picks()  # of all requests, as far as their demand was taken
+        self._taken = Picks()  # of all requests that somebody asked, as far as their demand was taken
         self._totals: dict[int, Array] = {}  # by lane, as the newest step left them: of what was not
         self.answer_tokens, self.drafts = 0, Drafts()
 
@@ -266,7 +266,8 @@ class Ledger:
 
     def _prompt_done(self, stats: RequestStats, lane: int, demand: Demand) -> None:
         stats.prefill = picks(demand)
-        self._taken += stats.prefill
+        if not stats.request.background:
+            self._taken += stats.prefill
         if self._moments and stats.request.adapts:
             self._moments.prompt_done(*on_host(demand), stats.prefilled_tokens, lane)
 
@@ -295,7 +296,7 @@ class Ledger:
                 self._give_up(self._scheduler.finish(lane), f"the grammar cannot be followed: {guide.error}")
                 return
         stats.token(now_s)
-        self.answer_tokens += 1
+        self.answer_tokens += not request.background
         self._scheduler.drew(lane, 1)
         stopped = token in request.stop_ids
         stats.loop_break = not stopped and self._loops(request, stats.completion_tokens, token)
@@ -347,7 +348,8 @@ class Ledger:
         """What was routed since the prompt was complete; of an incomplete prompt, all."""
         demand = self._executor.tap.take(lane)
         self._totals.pop(lane, None)
-        self._taken += picks(demand)
+        if not stats.request.background:
+            self._taken += picks(demand)
         if stats.first_token_s is None:
             stats.prefill = picks(demand)
         else:
