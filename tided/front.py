@@ -37,7 +37,9 @@ class Front:
         try:
             tokenizer, family, checkpoint, geometry = await asyncio.to_thread(_read, settings)
             audit = settings.audit
-            auditor = Auditor(audit.remember_tokens, audit.idle_s, settings.tide.sync_slots > 0)
+            auditor = Auditor(
+                audit.remember_tokens, audit.idle_s, settings.tide.sync_slots > 0, settings.cache.context_tokens
+            )
             client = EngineClient(settings.engine.lanes, settings.engine.queue, tokenizer.token_bytes, auditor)
             app = build_app(
                 client,

@@ -109,6 +109,15 @@ async def test_memory_is_bounded_and_the_oldest_go():
     assert auditor._tokens == sum(one.tokens for one in auditor._kept.values()) <= 100
 
 
+async def test_an_answer_that_filled_the_context_is_audited_but_for_its_last_token():
+    auditor, client = Auditor(1000, 0.0, True, context_tokens=10), FakeClient(scored)
+    told(auditor, "whole", [5, 6, 7, 8, 9, 8], fidelity="exact")
+    told(auditor, "short", [5, 6, 7, 8, 9], fidelity="exact")
+    for name in ("whole", "short"):
+        assert (await auditor.audit(client, name)).tokens == 5
+        assert len(client.asked[-1].prompt_ids) == 9
+
+
 @pytest.mark.parametrize(
     "changes", [{"scored": True}, {"background": True}, {"reason": "cancelled"}, {"ids": []}, {"most": 0}], ids=str
 )

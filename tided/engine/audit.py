@@ -88,7 +88,8 @@ class Auditor:
     """`remember_tokens`: of prompts and answers kept, 0: none. `idle_s`: after so much quiet they are audited without
     being asked for, 0: never. `can_wait`: there are slots to read experts into."""
 
-    def __init__(self, remember_tokens: int, idle_s: float, can_wait: bool) -> None:
+    def __init__(self, remember_tokens: int, idle_s: float, can_wait: bool, context_tokens: int = 1 << 62) -> None:
+        self._context_tokens = context_tokens
         self._most, self._idle_s, self._can_wait = remember_tokens, idle_s, can_wait
         self._open: dict[str, tuple[Request, list[int]]] = {}
         self._kept: OrderedDict[str, Answered] = OrderedDict()  # the newest last
@@ -114,6 +115,7 @@ class Auditor:
             ids += event.token_ids
         elif isinstance(event, Finished):
             del self._open[event.request_id]
+            del ids[self._context_tokens - 1 - len(request.prompt_ids) :]  # a scored prompt has a token behind it
             if ids and event.reason != "cancelled":
                 self._keep(Answered(request, ids, event.reason))
         elif isinstance(event, Failed):
