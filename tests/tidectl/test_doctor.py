@@ -428,11 +428,13 @@ def test_an_assembler_that_does_not_know_the_device(machine: Scripted, view: Vie
 def test_a_port_and_who_holds_it(machine: Scripted, view: View) -> None:
     assert served.ports(view).verdict == "ok"
     machine.taken[8000] = UnavailableError("the port is in use", hint="stop it")
-    row = " 0: 0100007F:1F40 00000000:0000 0A 0:0 0:0 0 0 0 4242 1"
-    machine.put("proc/net/tcp", f"  sl  local_address\n{row}\n")
-    machine.process(77, "llama-server", 10)
-    (machine.root / "proc/77/fd").mkdir()
-    (machine.root / "proc/77/fd/5").symlink_to("socket:[4242]")
+    answering = " 0: 0100007F:1F40 0100007F:9999 01 0:0 0:0 0 0 0 4141 1"  # a connection to it is no listener
+    listening = " 1: 0100007F:1F40 00000000:0000 0A 0:0 0:0 0 0 0 4242 1"
+    machine.put("proc/net/tcp", f"  sl  local_address\n{answering}\n{listening}\n")
+    for pid, name, inode in ((70, "client", 4141), (77, "llama-server", 4242)):
+        machine.process(pid, name, 10)
+        (machine.root / f"proc/{pid}/fd").mkdir()
+        (machine.root / f"proc/{pid}/fd/5").symlink_to(f"socket:[{inode}]")
     found = served.ports(view)
     assert found.verdict == "fail"
     assert found.evidence == "127.0.0.1:8000: the port is in use, by llama-server (pid 77)"
