@@ -54,7 +54,9 @@ def fetch(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would come, how large, and where to.")] = False,
     json: Json = False,
-    lent: Annotated[bool, typer.Option("--lent", hidden=True)] = False,
+    lent: Annotated[
+        bool, typer.Option("--lent", hidden=True, help="From another node, which says on stdin where.")
+    ] = False,
 ) -> None:
     """Fetch a checkpoint, or an overlay, from a hub.
 
