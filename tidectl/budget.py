@@ -10,9 +10,10 @@ from tidectl.output import emit, say
 from tidectl.state import state_dir
 from tidectl.waiting import Item, waiting
 from tided.control.operator import AskBudget, ask
-from tided.errors import UsageError
+from tided.errors import TideError, UsageError
 
 POLL_S = 0.2
+STALL_S = 60.0  # some records may not be readable
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 AMOUNT = re.compile(
     r"(?P<sign>[+-]?)(?P<number>\d[\d_,]*(?:\.\d+)?)\s*(?:(?P<experts>experts?|e)|(?P<unit>[kmgt]i?)b?|b)?",
@@ -40,8 +41,10 @@ def run(amount: str, yes: bool, as_json: bool) -> None:
         _confirm()
     applied = ask(directory, AskBudget(question.resident, question.nbytes, apply=True))
     after = _follow(lambda: ask(directory, AskBudget()), applied)
+    if after["resident_now"] != applied["resident"]:
+        raise TideError("the budget stays as it was: what was read meanwhile left no room for it", hint="try again")
     if as_json:
-        emit("budget/1", {**applied, "bytes_after": after["bytes_now"]})
+        emit("budget/1", {**applied, "bytes_after": after["bytes_now"], "held_after": after["held"]})
     else:
         say(f"done: {after['resident_now']} experts, {_gb(after['bytes_now'])} on each rank")
         say(f"until the ranks end: a start begins with the profile's {after['resident_of_profile']}", "dim")
@@ -101,15 +104,20 @@ def _show(now: dict[str, Any], as_json: bool) -> None:
 
 
 def _follow(look: Callable[[], dict[str, Any]], applied: dict[str, Any]) -> dict[str, Any]:
-    """Until the places are filled. What is interrupted goes on all the same."""
+    """Until the places are filled, or nothing more comes for a while. What is interrupted goes on all the same."""
+    held, since_s = -1, time.monotonic()
     with waiting() as show:
         while True:
             now = look()
-            state = (
-                f"{now['resident_now']} experts" if now["resident_now"] == applied["resident"] else "waits for reads"
-            )
-            show([Item("budget", state)])
+            begun = now["resident_now"] == applied["resident"]
+            state = f"{now['held']} of {now['resident_now']} experts" if begun else "waits for reads"
+            show([Item("budget", state, done=now["held"] if begun else 0, total=now["resident_now"])])
+            if now["held"] != held:
+                held, since_s = now["held"], time.monotonic()
             if not now["changing"]:
+                return now
+            if time.monotonic() - since_s > STALL_S:
+                say(f"{now['held']} of {now['resident_now']} are here, and no more come: see `tidectl logs`")
                 return now
             time.sleep(POLL_S)
 

@@ -13,7 +13,7 @@ from integrity import at_rest
 from msgspec.structs import replace
 from real_pair import EXL3, Living, opened
 
-from tided.engine.budget import BudgetAsk, Forecast, Nodes
+from tided.engine.budget import BudgetAsk, Forecast, Nodes, refusal
 from tided.engine.build import open_model
 from tided.engine.types import Failed, Request, Sampling
 from tided.errors import PairError, RequestError
@@ -175,6 +175,18 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path, ranks):
     pair.close()
 
 
+def test_where_memory_cannot_be_given_back_the_budget_stands():
+    """A device with memory of its own."""
+    pair = Living(model(1, 60))
+    pair.ranks[0].residents.arena._memory = None
+    refused = told(pair, 40)
+    assert isinstance(refused, RequestError)
+    assert "one allocation of a device with memory of its own" in refused.what
+    assert not told(pair, apply=False).may_change
+    assert everywhere(pair) == [60]
+    pair.close()
+
+
 def test_a_second_change_waits_for_the_first():
     pair = Living(model(1, 60))
     assert isinstance(told(pair, 40), Forecast)
@@ -185,6 +197,22 @@ def test_a_second_change_waits_for_the_first():
     assert everywhere(pair) == [40]
     assert isinstance(told(pair, 50), Forecast)
     assert everywhere(pair) == [50]
+    pair.close()
+
+
+def test_what_became_impossible_since_it_was_asked_is_dropped(monkeypatch):
+    pair = Living(model(1, 60, hot_ring_slots=4))
+    budgets = pair.engine.budgets
+    with monkeypatch.context() as patched:
+        patched.setattr(budgets, "_budget", lambda resident: (_ for _ in ()).throw(refusal("no room")))
+        budgets.ask(40)
+        pair.turn(3)
+    assert not budgets.changing
+    assert pair.engine.living == (60, 60)
+    pair.submit(ask("a"))
+    pair.rest()
+    assert pair.engine.motion.count.issued > 0, "reads begin again"
+    assert everywhere(pair) == [60]
     pair.close()
 
 

@@ -194,6 +194,24 @@ def test_slots_of_one_memory_are_used_and_given_back_in_parts(monkeypatch):
     arena.check()
 
 
+def test_parts_that_a_device_refuses_are_no_hindrance(monkeypatch, caplog):
+    fake = Elastic()
+
+    def refused(*part):
+        raise RuntimeError("error 801")
+
+    def on(_, *args, **most):
+        slots = slots_on(CUDA, *args, fake, **most)
+        return slots if slots.memory is None else slots._replace(memory=SimpleNamespace(use=refused))
+
+    monkeypatch.setattr("tided.experts.arena.slots_on", on)
+    arena = Arena(RECORD, 4, 2, torch.device("cpu"), most=20)
+    assert arena.data.shape == (7, RECORD.slot_bytes)
+    assert arena.most_residents is None
+    assert "cannot change while serving: error 801" in caplog.text
+    arena.check()
+
+
 def test_where_addresses_cannot_be_had_the_budget_stands():
     slots = slots_on(CUDA, 6, 4096, Fake(), most_units=90)
     assert slots.data.shape == (6, 4096)

@@ -7,6 +7,7 @@
 A change is of this run. A restart begins with the profile's budget again.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,8 @@ from tided.tide.demand import Grid
 if TYPE_CHECKING:
     from tided.engine.build import OpenedModel
     from tided.tide.planner import Pair
+
+log = logging.getLogger("experts")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Forecast(msgspec.Struct, frozen=True):
     come: int
     covered: float
     covered_now: float
-    changing: bool  # one is under way
+    held: int  # residents that are here
+    changing: bool  # one is under way, or places are free still
     may_change: bool
     applied: bool = False
 
@@ -127,24 +131,37 @@ class Budgets:
             max(0, sum(budget.places) - len(left)),
             round(covered(scores, best), 5),
             round(covered(scores, now), 5),
+            len(now),
             self.changing,
             places.most is not None and (kinds is not None or self._residents.sizes is None),
         )
 
     @property
     def changing(self) -> bool:
-        return self._asked is not None or self._motion.filling
+        return self._waits or self._motion.filling
+
+    @property
+    def _waits(self) -> bool:
+        return self._asked is not None or self._motion.resizing
 
     def ask(self, resident: int) -> None:
         self._asked = resident
         self._motion.hold()
 
     def begin(self) -> None:
-        """Before each step. Raises PairError where the books do not agree."""
+        """Before each step. What has become impossible since it was asked for is dropped."""
         if self._asked is None or self._motion.reading:
             return
-        self._motion.resize(self._budget(self._asked), self._scores())
-        self.resident, self._asked = self._asked, None
+        asked, self._asked = self._asked, None
+        try:
+            budget = self._budget(asked)
+        except RequestError as error:
+            self._motion.hold(False)
+            log.warning("%s", error.what)
+            return
+        self._motion.resize(budget, self._scores())
+        self.resident = asked
+        log.info("the budget is %d experts: %d leave", asked, len(budget.evict))
 
     def _budget(self, resident: int) -> Budget:
         hot, most = self._motion.hot, self._residents.places.most
@@ -174,7 +191,7 @@ class Budgets:
         return low
 
     def _refuse_what_stands(self) -> None:
-        if self.changing:
+        if self._waits:
             raise refusal("a change of the budget is under way", status=409)
         if self._residents.places.most is None:
             raise refusal(

@@ -140,9 +140,9 @@ class Motion:
         plan = Plan(reason, len(swaps))
         self._planned = deque((swap, plan) for swap in swaps)
 
-    def hold(self) -> None:
-        """Nothing begins to be read until `resize` has been told."""
-        self._holding = True
+    def hold(self, holds: bool = True) -> None:
+        """Nothing begins to be read until `resize` has been told, or that there will be none."""
+        self._holding = holds
 
     def resize(self, budget: Budget, scores: Grid) -> None:
         """Nothing is being read: the next step has these places. `scores` say what free ones are filled with."""
@@ -153,9 +153,14 @@ class Motion:
         self._places, self._worth = budget.places, scores
 
     @property
+    def resizing(self) -> bool:
+        """Whether a change of the budget is still to be told to the ranks."""
+        return self._holding or self._resize is not None
+
+    @property
     def filling(self) -> bool:
-        """Whether a change of the budget is under way, or places are free still."""
-        return self._holding or self._resize is not None or bool(self._places)
+        """Whether places are free still."""
+        return bool(self._places)
 
     def landed(self, tickets: Sequence[int]) -> None:
         """These reads have ended well on one more rank."""

@@ -14,6 +14,7 @@ before it, and the pages behind go back to the system; addresses stay, so whoeve
 the same slots there as ever.
 """
 
+import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from torch import Tensor
 from kernels.record import PAGE_BYTES, ExpertRecord
 from tided.errors import PairError
 from tided.experts.placement import slots_on
+
+log = logging.getLogger("experts")
 
 Pair = tuple[int, int]  # (layer, expert); layers with routed experts count from 0
 
@@ -114,37 +117,45 @@ class Arena:
         urgent: int,
     ) -> None:
         self.classes, self._kind_of, self._unit_bytes = tuple(classes), kind_of, unit_bytes
-        largest = max(one.nbytes for one in classes)
-        step = largest // unit_bytes
-        behind = (urgent + 1) * step  # urgent slots and the null slot
-        exact, most = (
-            sum(slots * one.nbytes for slots, one in zip(counts, classes, strict=True)) // unit_bytes + behind
-            for counts in ([one.slots for one in classes], [one.most_slots for one in classes])
-        )
-        elastic = any(one.most for one in classes)
-        slots = slots_on(device, exact, unit_bytes, most_units=most * elastic)  # first of all: it may be too much
-        self.data: Tensor = slots.data
-        self._host, self.placement, self._memory = slots.host, slots.placement, slots.memory
-        places = [one.slots if self._memory is None else one.most_slots for one in classes]
-        self._numbers = _numbers(self.classes, places, unit_bytes)
-        pool_units = sum(count * one.nbytes for count, one in zip(places, classes, strict=True)) // unit_bytes
-        self.urgent = range(pool_units, pool_units + urgent * step, step)
-        self.null = pool_units + urgent * step
-        self._behind_bytes = behind * unit_bytes
-        if self._memory is not None:
-            for kind, one in enumerate(self.classes):
-                self._memory.use(*self._bytes(kind, 0, one.slots))
-            self._memory.use(pool_units * unit_bytes, pool_units * unit_bytes + self._behind_bytes)
+        self._largest_bytes = max(one.nbytes for one in classes)
+        try:
+            self._take_memory(device, urgent, elastic=any(one.most for one in classes))
+        except RuntimeError as e:  # a device may refuse a part of what it allows whole
+            log.warning("the budget of experts cannot change while serving: %s", e)
+            self._take_memory(device, urgent, elastic=False)
         # The slot that was freed first is taken first, on every rank alike: a slot rests as long as it can.
         used = zip(self._numbers, self.classes, strict=True)
         self._free = [deque(numbers[: one.slots]) for numbers, one in used]
         self._kind_of_slot = {slot: kind for kind, slots in enumerate(self._free) for slot in slots}
-        self._largest_bytes = largest
         self._slot_of: dict[Pair, int] = {}
         self._pair_in: dict[int, Pair] = {}
         self._taken: set[int] = set()
         self._fences: dict[int, torch.cuda.Event] = {}
         self._staging = _Staging()
+
+    def _take_memory(self, device: torch.device, urgent: int, elastic: bool) -> None:
+        """`elastic`: with addresses for all slots that there may come to be, where these can be had."""
+        unit_bytes, step = self._unit_bytes, self._largest_bytes // self._unit_bytes
+        behind = (urgent + 1) * step  # urgent slots and the null slot
+        used, most = ([one.slots for one in self.classes], [one.most_slots for one in self.classes])
+        units, most_units = (self._units(counts) + behind for counts in (used, most))
+        slots = slots_on(device, units, unit_bytes, most_units=most_units * elastic)
+        self.data: Tensor = slots.data
+        self._host, self.placement, self._memory = slots.host, slots.placement, slots.memory
+        places = used if self._memory is None else most
+        self._numbers = _numbers(self.classes, places, unit_bytes)
+        pool_units = self._units(places)
+        self.urgent = range(pool_units, pool_units + urgent * step, step)
+        self.null = pool_units + urgent * step
+        self._behind_bytes = behind * unit_bytes
+        if self._memory is not None:
+            for kind, count in enumerate(used):
+                self._memory.use(*self._bytes(kind, 0, count))
+            self._memory.use(pool_units * unit_bytes, pool_units * unit_bytes + self._behind_bytes)
+
+    def _units(self, counts: Sequence[int]) -> int:
+        """That so many slots of each class have."""
+        return sum(count * one.nbytes for count, one in zip(counts, self.classes, strict=True)) // self._unit_bytes
 
     @property
     def pool(self) -> int:
