@@ -28,7 +28,8 @@ from real_pair import Living
 from small_model import CONTEXT, EXPERTS, IDS, LAYERS, PAGE, small_model, small_pages, write_small
 from test_drafted_answers import Alternating, Prompter
 
-from tided.engine.types import Failed, Finished, Request, Sampling
+from tided.engine.audit import Answered, again
+from tided.engine.types import Failed, Finished, Request, Sampling, Scored
 
 LONGEST, ROOMY, TIGHT = 14, 4 * CONTEXT, CONTEXT
 LENGTHS = (1, 8, 14, 30, 46, 64)
@@ -93,7 +94,7 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.path, self.ranks = path, ranks
         self.folder = Path(tempfile.mkdtemp())
-        self.requests, self.answers = [], {}
+        self.requests, self.answers, self.behind = [], {}, {}
         self.cancelled, self.at_risk = set(), set()
         self.tampered = False  # files were lost or damaged
         self.moved = False  # the resident set is not that of the start
@@ -144,6 +145,18 @@ class Lives(RuleBasedStateMachine):
         if fidelity == "fast" and self.moved:
             self.at_risk.add(request.request_id)
         self.living.submit(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 50))
+    def audit(self, which):
+        """An answer is drawn again with every expert, in the background."""
+        request = self.requests[which % len(self.requests)]
+        ids = tuple(request.prompt_ids)
+        if self.scheduler.behind or any(one.request.background for one in self.scheduler.running.values()):
+            return
+        name, answer = f"behind {len(self.behind)}", alone(self.path, ids, len(ids) % len(SAMPLED), len(ALL))
+        self.behind[name] = answer
+        self.living.submit(again(Answered(request, answer, "length"), name, "exact"))
 
     @rule(times=st.integers(1, 24))
     def step(self, times):
@@ -215,7 +228,7 @@ class Lives(RuleBasedStateMachine):
         self._pool(ROOMY)
         self.living.rest()
         self.living.check(self.tampered)
-        assert self._over == {request.request_id for request in self.requests}
+        assert self._over == {request.request_id for request in self.requests} | self.behind.keys()
         self._compare()
 
     def _compare(self):
@@ -229,6 +242,15 @@ class Lives(RuleBasedStateMachine):
                 assert len(tokens) == request.max_tokens
             if name not in self.at_risk:
                 assert tokens == expected[: len(tokens)], request
+
+        for name, answer in self.behind.items():
+            end = self.living.end(name)
+            assert isinstance(end, Finished), end
+            if end.reason == "length":
+                events = [e for e in self.living.events if isinstance(e, Scored) and e.request_id == name]
+                assert [token for event in events for token in event.redrawn] == answer
+            else:
+                assert end.reason == "cancelled"  # its lane or its pages were somebody's
 
     @invariant()
     def books(self):
