@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from documented import EVENTS, _validator
 from scripted_engine import ScriptedEngine, until
 
 from tided.api import viewers
+from tided.api.ports import Limits
 from tided.api.viewers import MOST_VIEWERS, QUEUE, Viewers, delta
 from tided.errors import RequestError
 
@@ -31,6 +33,7 @@ LANE = {
     "drafted": 4, "accepted": 3, "fidelity": "fast",
 }  # fmt: skip
 
+FAST_STALL = Limits(keepalive_s=0.2, stall_s=0.3)
 Event = tuple[str, dict[str, Any]]
 
 
@@ -231,6 +234,26 @@ async def test_a_fault_of_the_publisher_ends_the_streams(server, shown, caplog):
         shown.counters = {"weight": None}
         await asyncio.wait_for(response.content.read(), 10)
     assert "could not be published" in caplog.text
+
+
+async def test_who_reads_nothing_is_given_up(serve, shown, monkeypatch):
+    monkeypatch.setattr(viewers, "CELLS_EVERY_S", 0.002)
+    server = await serve(FAST_STALL)
+    shown.map_shape, dice = (40, 480), np.random.default_rng(5)
+    shown.map_cells = bytes(19_200)
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", server.port))
+        deaf.sendall(b"GET /v1/expert-map/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        await until(lambda: server.context.viewers.count == 1)
+        for held in server.door.held:
+            held._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+        def gone() -> bool:
+            shown.map_cells = dice.integers(0, 64, 19_200, dtype=np.uint8).tobytes()
+            return server.context.viewers.count == 0
+
+        await until(gone)
 
 
 async def test_silence_is_broken(serve, shown, monkeypatch):

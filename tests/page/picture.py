@@ -39,7 +39,7 @@ lanes = 2
 draft = "acceptance"
 """
 WIDTH, SECONDS = 1280, 100.0
-COLOURS = 256  # of the file, which is to be small
+COLOURS = 256
 
 
 async def draw(folder: Path, program: str) -> None:
@@ -76,10 +76,9 @@ async def draw(folder: Path, program: str) -> None:
 
 def save(taken: Path, file: Path) -> None:
     """With a palette of its own: a quarter of the bytes."""
-    found = io.BytesIO()
-    Image.open(taken).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-        found, "PNG", optimize=True
-    )
+    found, taken_as = io.BytesIO(), Image.open(taken).convert("RGB")
+    small = taken_as.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    small.save(found, "PNG", optimize=True)
     file.write_bytes(found.getvalue())
     print(f"{file}: {len(found.getvalue()) // 1000} kB", file=sys.stderr)
 
