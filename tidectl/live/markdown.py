@@ -12,6 +12,7 @@ from collections import deque
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markdown import Markdown
+from rich.segment import Segment
 from rich.text import Text
 
 from tidectl.output import console, visible
@@ -79,7 +80,7 @@ class MarkdownScreen:
         if self._printed:
             self._out(Text(""))
         self._printed = True
-        self._out(rendered(markdown))
+        self._out(joined(self._lines(markdown)))
 
     def _out(self, what: RenderableType) -> None:
         (self._live.console if self._live is not None else self._console).print(what)
@@ -91,23 +92,20 @@ class MarkdownScreen:
         parts: list[RenderableType] = []
         if self._growing.strip():
             parts += [Text("")] if self._printed else []
-            parts.append(self._tail(rendered(self._growing)))
+            parts.append(self._tail())
         elif self.thoughts and not self._folded:
             parts.append(Text(f"thinking, {len(self.thoughts.split())} words", "dim italic"))
         self._live.update(Group(*parts, Text(self.status(), "dim")))
 
-    def _tail(self, what: RenderableType) -> RenderableType:
-        """The last lines of it: what does not fit on the screen cannot be drawn again."""
-        room = max(3, self._console.height - 4)
-        lines = self._console.render_lines(what, pad=False)
-        if len(lines) <= room:
-            return what
-        shown = Text()
-        for at, line in enumerate(lines[-room:]):
-            shown.append("\n" if at else "")
-            for segment in line:
-                shown.append(segment.text, segment.style)
-        return shown
+    def _tail(self) -> Text:
+        """The last lines of what grows: what does not fit on the screen cannot be drawn again."""
+        return joined(self._lines(self._growing)[-max(3, self._console.height - 4) :])
+
+    def _lines(self, markdown: str) -> list[list[Segment]]:
+        """As drawn, without empty ones at either end: rich puts some around lists and code."""
+        lines = self._console.render_lines(rendered(markdown), pad=False)
+        filled = [at for at, line in enumerate(lines) if "".join(segment.text for segment in line).strip()]
+        return lines[filled[0] : filled[-1] + 1] if filled else []
 
     def status(self) -> str:
         if len(self._tokens) < 2:
@@ -120,6 +118,15 @@ class MarkdownScreen:
 def rendered(markdown: str) -> Markdown:
     """Addresses of links stand beside their words: a terminal would hide them."""
     return Markdown(markdown, hyperlinks=False)
+
+
+def joined(lines: list[list[Segment]]) -> Text:
+    found = Text()
+    for at, line in enumerate(lines):
+        found.append("\n" if at else "")
+        for segment in line:
+            found.append(segment.text, segment.style)
+    return found
 
 
 def split(markdown: str) -> tuple[str, str]:

@@ -78,7 +78,7 @@ function layOut() {
   if (!layers || !width) return;
   const margin = {label: Math.round(24 * dpr), bar: Math.round(34 * dpr)}, room = Math.floor(width * dpr);
   const across = tall ? layers : experts, down = tall ? experts : layers;
-  const side = tall ? 0 : margin.label + margin.bar, top = tall ? margin.label : 0, foot = tall ? margin.bar : 0;
+  const side = tall ? 0 : margin.label + margin.bar, top = tall ? margin.label : Math.round(4 * dpr), foot = tall ? margin.bar : top;
   const w = Math.max(1, Math.min(Math.floor((room - side) / across), Math.round(26 * dpr)));
   const most = tall ? 620 : 400;
   const h = Math.max(tall ? 1 : 3, Math.min(Math.floor(most * dpr / down), Math.round(26 * dpr)));
