@@ -56,7 +56,7 @@ test-page: setup ## the page of the expert map in a headless Chromium, and on th
 pictures: setup ## docs/images again: the page in a headless Chromium, and tidectl top, of the mini while it is asked
 	$(BIN)/python -m tests.page.picture docs/images
 
-test-systemd: setup ## an installation, and units that really start, hang, die and stop under a systemd of its own (root; 5 minutes)
+test-systemd: setup ## an installation, and units that really start, hang, die and stop under a systemd of their own, on one node and two (root; 5 to 15 minutes)
 	$(BIN)/pytest -m systemd -rs
 
 fuzz: setup ## 10,000 requests made from our own document, 2,000 beside it, 20,000 damaged files, messages and answers: never a fault or a hang

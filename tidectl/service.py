@@ -13,7 +13,13 @@ from tided.errors import PermissionError_, TideError, UnavailableError, UsageErr
 
 COMMAND_S = 60.0
 RUNNING = Path("/run/systemd/system")  # there where systemd is PID 1: sd_booted(3)
-HIDDEN = {"/home": "ProtectHome=", "/root": "ProtectHome=", "/run/user": "ProtectHome=", "/tmp": "PrivateTmp="}
+HIDDEN = {
+    "/home": "ProtectHome=",
+    "/root": "ProtectHome=",
+    "/run/user": "ProtectHome=",
+    "/tmp": "PrivateTmp=",
+    "/var/tmp": "PrivateTmp=",
+}
 KEPT = "kept: /var/lib/tidelm (models, histories, caches, keys), /etc/tidelm (profiles), the user tidelm"
 
 
