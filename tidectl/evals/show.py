@@ -59,7 +59,8 @@ def table(rows: list[dict[str, Any]]) -> "RenderableType":
 def domains(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each domain: its loss in every case."""
     return [
-        f"{name}: " + ", ".join(f"{row['case']} {row['domains'][name]['loss']:.3f}" for row in rows)
+        f"{name}: "
+        + ", ".join(f"{row['case']} at {row['share']:.0f} % {row['domains'][name]['loss']:.3f}" for row in rows)
         for name in rows[0]["domains"]
         if all(name in row["domains"] for row in rows)
     ]
