@@ -84,6 +84,7 @@ class Pair(ABC):
         text |= {"packs": packs, "disk_bytes": DISK_BYTES, "resident": 200, "drain_s": DRAIN_S}
         self.profile.write_text(PROFILE.format(**text | {"peer_timeout_s": peer_timeout_s} | profile))
         self.environment = dict(os.environ) | {MARK: self.mark, "TMPDIR": str(self.tmp), "OMP_NUM_THREADS": "1"}
+        self.environment["MALLOC_ARENA_MAX"] = "1"  # else each thread has memory in reserve that no balloon reaches
 
     @abstractmethod
     def state_dir(self, rank: int) -> Path: ...

@@ -20,6 +20,7 @@ from tests.faults.strike import Deed, Stage, Strike, armed_at, go, struck_at
 POLL_S = 0.01
 HOLD_S = 8.0
 SMALL_DISK_BYTES = 512 << 20  # a larger one is nobody's to fill
+BALLOON_BYTES, BREATH = 64 << 10, 8  # its pieces; those that it leaves, for words
 LITTLE_BYTES = 100 << 20  # of the whole node
 
 
@@ -35,6 +36,7 @@ class Struck:
         self.reads_left = dict.fromkeys(("eio", "short", "corrupt"), 0)
         self.jumped_s = 0
         self.is_short_of_memory = self._limited = False
+        self._balloon: list[bytearray] = []
         self._take_up()
         threading.Thread(target=self._watch, name="strikes", daemon=True).start()
 
@@ -59,6 +61,7 @@ class Struck:
         self.reads_left = dict.fromkeys(self.reads_left, 0)
         self.jumped_s, self.is_short_of_memory = 0, False
         if self._limited:
+            self._balloon.clear()
             self._limited, most = False, resource.getrlimit(resource.RLIMIT_AS)[1]
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
@@ -106,10 +109,14 @@ class Struck:
         self.jumped_s = strike.amount
 
     def want_memory(self, _: Strike) -> None:
-        """No more than the process has now."""
+        """The process gets no more than it has, and of that a balloon takes what is free."""
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit, self._limited = pages * resource.getpagesize(), True
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        with suppress(MemoryError):
+            while True:
+                self._balloon.append(bytearray(BALLOON_BYTES))
+        del self._balloon[-BREATH:]
 
     def run_short(self, _: Strike) -> None:
         self.is_short_of_memory = True
