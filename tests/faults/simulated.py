@@ -143,6 +143,7 @@ class Life:
         self.first = self.history.demand
         self.written = self.first  # the newest demand that the disk took
         self.full = False
+        self.ended = False  # by rank 0's own engine
         self.image: Path | None = None  # of the folder, at the moment of a kill
         self.requests: list[Request] = []
         pilot = Pilot(self.history, None, TIDE, SHAPE, RESIDENT)
@@ -224,6 +225,8 @@ class Life:
         if not self.living.faults:
             self.plan.full_for, self.full = 0, False
             self._until_rest(1)
+        if self.living.faults and not self.ended:  # the other rank's end was heard while this one had nothing to do
+            self.living.engine._end(self.living.faults[0])
 
     def _until_rest(self, left: int) -> None:
         living, chance, deadline_s = self.living, self.chance, time.monotonic() + LONGEST_LIFE_S
@@ -244,6 +247,7 @@ class Life:
         try:
             return self.living.engine.turn()
         except Exception as error:
+            self.ended = True
             self.living.engine._end(core.as_fault(error, self.living.engine.seq + 1))
             return True
 
