@@ -253,8 +253,10 @@ class Life:
 
     @property
     def _rests(self) -> bool:
-        engine = self.living.engine
-        return not engine._reading and all(other.seq >= engine.seq for other in self.living.others)
+        """And nothing is read back for a request that has been cancelled."""
+        engine, ranks = self.living.engine, self.living.ranks
+        recalling = any(rank.executor.caching.recalling for rank in ranks)
+        return not (engine._reading or recalling) and all(other.seq >= engine.seq for other in self.living.others)
 
     def _ask(self) -> None:
         chance, number = self.chance, len(self.requests)
