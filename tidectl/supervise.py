@@ -211,10 +211,20 @@ class Supervisor:
             if own and own.phase == "stopped" and code == SIGNAL_CODES + signal.SIGTERM:
                 code = 0  # rank 0 had taken it along, and our word came when it had done all but to end
             ranks.append(EndedRank(member.rank, code, message))
-            print(f"rank {member.rank} {how_ended(code)}", flush=True)
-        last = Ended(str(self._profile), time.time(), self._first, ranks)
-        write_private(self._state_dir / "last.json", msgspec.json.encode(last) + b"\n")
-        (self._state_dir / "supervisor.json").unlink(missing_ok=True)
+            with suppress(OSError):
+                print(f"rank {member.rank} {how_ended(code)}", flush=True)
+        self._tell_how_it_ended(Ended(str(self._profile), time.time(), self._first, ranks))
+
+    def _tell_how_it_ended(self, last: Ended) -> None:
+        """On a full disk in the room of what is removed; where there is none either, it is not told."""
+        file, run, words = self._state_dir / "last.json", self._state_dir / "supervisor.json", msgspec.json.encode(last)
+        try:
+            write_private(file, words + b"\n")
+            run.unlink(missing_ok=True)
+        except OSError:
+            with suppress(OSError):
+                run.unlink(missing_ok=True)
+                write_private(file, words + b"\n")
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.daemon.helpers import FAKE, running, started, until, write_profile
-from tidectl import supervisor
+from tidectl import supervise, supervisor
 from tidectl.nodes import local_ranks
 from tidectl.processes import Identity, identify
 from tidectl.supervise import Log
@@ -230,6 +230,26 @@ def test_a_rank_that_had_stopped_when_the_word_came_has_stopped(tmp_path):
         supervisor.stop(pair.state_dir, 10)
         last = pair.ended()
     assert [rank.exit_code for rank in last.ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_how_a_run_ended_is_told_on_a_full_disk_in_the_room_of_what_ran(tmp_path, monkeypatch, refused):
+    """`refused`: writes, one after the other."""
+    ended, run = tmp_path / "last.json", tmp_path / "supervisor.json"
+    run.write_text("{}")
+    left, write = [OSError(28, "No space left on device")] * refused, supervise.write_private
+
+    def full(path, data):
+        if left:
+            raise left.pop()
+        write(path, data)
+
+    monkeypatch.setattr(supervise, "write_private", full)
+    one = supervise.Supervisor(tmp_path / "p.toml", tmp_path, [], [], None)
+    one._finish()
+    assert not run.exists()
+    assert ended.exists() == (refused < 2)
+    one._selector.close()
 
 
 def test_only_ranks_of_this_machine_are_started():
