@@ -322,7 +322,13 @@ def test_a_peer_that_falls_silent_while_it_starts_is_named_in_time(
 ) -> None:
     for name, seconds in (("LOOK_S", 0.5), ("LOST_S", 1.0)):
         monkeypatch.setattr(starting, name, seconds)
-    monkeypatch.setattr(peers, "HELLO_S", 2.0)
+    look = starting.Start._look
+
+    def impatient(start: starting.Start) -> None:
+        monkeypatch.setattr(peers, "HELLO_S", 1.0)  # the first connection may take its time
+        look(start)
+
+    monkeypatch.setattr(starting.Start, "_look", impatient)
     monkeypatch.setenv("FAKE_DAEMON", "1:hang")
     fails(hosts, "mute")  # behind its fourth answer, and no further connection comes about
     ran = tidectl("start", str(profile))
