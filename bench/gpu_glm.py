@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from bench.exl3_slots import noise, write_heads
 from bench.synthetic import OneOfTwo
 from kernels.exl3_record import Exl3Record
+from kernels.record import PAGE_BYTES
 from tided.engine.build import OpenedModel, open_model
 from tided.engine.offline import first_pairs, settings_of
 from tided.engine.slots import arena_of
@@ -80,11 +81,12 @@ def made(folder: Path, layers: int, experts: int | None, resident: int, context:
     assert kinds is not None
     pairs = first_pairs(opened)
     arena, tables = arena_of(opened, pairs, on), RoutingTables(shape.moe_layers, shape.experts_per_layer, on)
-    noise(arena.data)
     slots = {}
     for pair in pairs:
-        slots[pair] = arena.take(int(kinds.of[pair]))
-        arena.hold(slots[pair], pair)
+        kind = int(kinds.of[pair])
+        begin = slots[pair] = arena.take(kind)
+        arena.hold(begin, pair)
+        noise(arena.data[begin : begin + kinds.nbytes[kind] // PAGE_BYTES])
     first = shape_first(opened)
     write_heads(arena.data, record, ((slot, widths_of(first + pair[0], pair[1])) for pair, slot in slots.items()))
     tables.change(slots)

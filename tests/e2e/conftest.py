@@ -15,8 +15,11 @@ from tests.daemon.helpers import Running, running
 ROOT = Path(__file__).parents[2]
 
 
-def mini(of: Mini = DEEPSEEK, *, resident: int = 0, lanes: int = 2, queue: int = 64, extra: str = "") -> str:
-    """The bundled profile without its ports; a short context keeps starts quick. `resident` 0: two thirds."""
+def mini(
+    of: Mini = DEEPSEEK, *, resident: int = 0, lanes: int = 2, queue: int = 64, extra: str = "", tide: str = ""
+) -> str:
+    """The bundled profile without its ports; a short context keeps starts quick. `resident` 0: two thirds. `tide`: more
+    lines of that section."""
     return f"""
 [model]
 path = "{of.path}"
@@ -26,6 +29,7 @@ prefill_chunk_tokens = 64
 resident = {resident or of.some}
 [tide]
 seed = "{of.path}/demand-seed.json"
+{tide}
 [cache]
 context_tokens = 1024
 pool_tokens = 2048
