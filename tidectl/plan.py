@@ -19,7 +19,7 @@ from tided.settings import Settings
 
 if TYPE_CHECKING:
     from tided.engine.build import OpenedModel
-    from tided.engine.memory import Node
+    from tided.engine.memory import Gate, Need, Node
     from tided.tide.demand import Grid
 
 LIKE_OF = {
@@ -106,9 +106,10 @@ def facts(opened: "OpenedModel", given: Given, profile: Path, made_up: str) -> d
     settings, shape = opened.settings, opened.shape
     ranks, resident = range(settings.parallel.ranks), settings.experts.resident
     node, where = _node(settings, given)
-    judged = [memory.gates(opened, rank, node, started=False) for rank in ranks]
+    needs = {rank: memory.needs(opened, rank) for rank in ranks}
+    judged = [memory.gates(opened, rank, node, False, needs) for rank in ranks]
     most = shape.moe_layers * shape.experts_per_layer
-    largest = memory.largest_budget(opened, [node] * len(ranks), started=False)
+    largest = memory.largest_budget(opened, [node] * len(ranks), False, needs)
     expert_bytes = _marginal_bytes(opened)
     token_bytes = memory.context_token_bytes(opened)
     scores, source = _scores(opened, profile, made_up)
@@ -122,7 +123,7 @@ def facts(opened: "OpenedModel", given: Given, profile: Path, made_up: str) -> d
         "reserve_bytes": settings.memory.reserve_bytes,
         "passing_bytes": memory.passing_bytes(opened),
         "free": {"bytes": node.free_bytes, "device_bytes": node.device_bytes, "apart": node.apart, "of": where},
-        "ranks": [_rank(opened, rank, judged[rank]) for rank in ranks],
+        "ranks": [_rank(opened, rank, needs[rank], judged[rank]) for rank in ranks],
         "fits": all(gate.passes for gates in judged for gate in gates),
         "largest_resident": largest,
         "expert_bytes": round(expert_bytes),
@@ -133,10 +134,9 @@ def facts(opened: "OpenedModel", given: Given, profile: Path, made_up: str) -> d
     }
 
 
-def _rank(opened: "OpenedModel", rank: int, gates: list[Any]) -> dict[str, Any]:
+def _rank(opened: "OpenedModel", rank: int, found: "list[Need]", gates: "list[Gate]") -> dict[str, Any]:
     from tided.engine import memory
 
-    found = memory.needs(opened, rank)
     return {
         "rank": rank,
         "host": memory.hosts(opened.settings)[rank],

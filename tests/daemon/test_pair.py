@@ -63,7 +63,7 @@ def test_when_a_follower_dies_or_hangs_the_client_is_told_and_a_new_start_works(
             assert Stream(pair.url, max_tokens=2).first_words()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [1])
 def test_a_node_whose_memory_runs_out_ends_both_ranks_before_it_freezes(checkpoint, tmp_path, victim):
     free = tmp_path / "free"
     free.write_text("9000000000")

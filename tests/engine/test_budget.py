@@ -102,8 +102,7 @@ def whole():
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("ring", [0, 6])
+@pytest.mark.parametrize(("ranks", "ring"), [(1, 0), (1, 6), (2, 6)])
 def test_a_budget_shrinks_and_grows_while_answers_stream(whole, tmp_path, ranks, ring):
     one = model(ranks, 60, hot_ring_slots=ring)
     pair = Living(one, pilot_of(one, tmp_path))

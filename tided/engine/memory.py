@@ -9,7 +9,7 @@ estimates, and marked so. Two gates, of each memory that a rank takes part in:
            passes the first gate alone says that it is ready, and dies with its first long prompt
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -124,18 +124,21 @@ def sharing(settings: Settings, rank: int) -> list[int]:
     return [one for one, host in enumerate(of) if host == of[rank]]
 
 
-def gates(opened: "OpenedModel", rank: int, node: Node, started: bool) -> list[Gate]:
+def gates(
+    opened: "OpenedModel", rank: int, node: Node, started: bool, known: Mapping[int, Sequence[Need]] | None = None
+) -> list[Gate]:
     """Both, of each memory that the rank takes part in. `started`: the processes are there already, and what they are
-    is not free any more."""
+    is not free any more. `known`: `needs` of the ranks, if they are."""
     ranks, memory, chunk = sharing(opened.settings, rank), opened.settings.memory, passing_bytes(opened)
+    asked = known or {one: needs(opened, one) for one in ranks}
     found = []
     if node.apart:
-        own = _sum(opened, [rank], started, system=False)
+        own = _sum([asked[rank]], started, system=False)
         found += [
             Gate("load, device", own, node.device_bytes),
             Gate("serve, device", own + chunk, node.device_bytes),
         ]
-    stays = _sum(opened, ranks, started, system=True if node.apart else None)
+    stays = _sum([asked[one] for one in ranks], started, system=True if node.apart else None)
     passing = 0 if node.apart else chunk * len(ranks)
     return [
         *found,
@@ -144,12 +147,12 @@ def gates(opened: "OpenedModel", rank: int, node: Node, started: bool) -> list[G
     ]
 
 
-def _sum(opened: "OpenedModel", ranks: Sequence[int], started: bool, system: bool | None) -> int:
+def _sum(asked: Iterable[Sequence[Need]], started: bool, system: bool | None) -> int:
     """`system`: of this kind of memory alone; None: of both."""
     return sum(
         need.nbytes
-        for rank in ranks
-        for need in needs(opened, rank)
+        for of_rank in asked
+        for need in of_rank
         if not (started and need.taken) and (system is None or need.system == system)
     )
 
@@ -160,12 +163,15 @@ def with_resident(opened: "OpenedModel", resident: int) -> "OpenedModel":
     return replace(opened, settings=structs.replace(opened.settings, experts=experts))
 
 
-def largest_budget(opened: "OpenedModel", nodes: Sequence[Node], started: bool) -> int | None:
+def largest_budget(
+    opened: "OpenedModel", nodes: Sequence[Node], started: bool, known: Mapping[int, Sequence[Need]] | None = None
+) -> int | None:
     """The largest `experts.resident` with which both gates pass on every rank; None: not even the least. `nodes`: of
-    each rank."""
+    each rank; `known`: their `needs`, if they are."""
     shape = opened.shape
     least, most = shape.moe_layers * shape.top_k, shape.moe_layers * shape.experts_per_layer
-    room = [_room(opened, rank, node, started) for rank, node in enumerate(nodes)]
+    asked = known or {rank: needs(opened, rank) for rank in range(len(nodes))}
+    room = [_room(opened, rank, node, started, asked) for rank, node in enumerate(nodes)]
 
     def fits(resident: int) -> bool:
         taken = resident_bytes(with_resident(opened, resident))
@@ -179,12 +185,12 @@ def largest_budget(opened: "OpenedModel", nodes: Sequence[Node], started: bool) 
     return least
 
 
-def _room(opened: "OpenedModel", rank: int, node: Node, started: bool) -> int:
+def _room(opened: "OpenedModel", rank: int, node: Node, started: bool, known: Mapping[int, Sequence[Need]]) -> int:
     """Bytes of residents that each rank of the node may have."""
     one = resident_bytes(opened)
     return min(
         (gate.free_bytes - gate.asked_bytes) // _holders(gate, opened, rank, node) + one
-        for gate in gates(opened, rank, node, started)
+        for gate in gates(opened, rank, node, started, known)
         if _holders(gate, opened, rank, node)
     )
 
