@@ -21,7 +21,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -209,7 +209,8 @@ class Life:
         for a moment."""
         self.image = self.folder.with_name(f"{self.folder.name}-killed")
         mine = self.folder if self.plan.rank == 0 else self.folder / "cache" / "1"
-        shutil.copytree(mine, self.image / mine.relative_to(self.folder), copy_function=copy_what_is_there)
+        with suppress(shutil.Error):  # the caches' writer renamed a file meanwhile; the others were copied
+            shutil.copytree(mine, self.image / mine.relative_to(self.folder), copy_function=copy_what_is_there)
 
     def _end(self, error: TideError) -> None:
         self.living._fault(error)
