@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -80,10 +81,12 @@ class Living:
         parts, barrier = [None] * ranks, threading.Barrier(ranks)
         groups = [ThreadGroup(rank, parts, barrier) for rank in range(ranks)] if ranks > 1 else [Alone()]
         folders = [cache_dir and cache_dir / str(group.rank) for group in groups]
-        self.ranks = [
-            build_rank(model, group, pairs, lambda *_: None, folder)
-            for group, folder in zip(groups, folders, strict=True)
-        ]
+        with ThreadPoolExecutor(ranks) as threads:  # ranks agree while they are built
+            built = [
+                threads.submit(build_rank, model, group, pairs, lambda *_: None, folder)
+                for group, folder in zip(groups, folders, strict=True)
+            ]
+        self.ranks = [one.result() for one in built]
         self.link = Wire() if ranks > 1 else Solo()
         self.barrier = barrier
         self.others = [FollowerEngine(rank.executor, self.link, self._fault) for rank in self.ranks[1:]]

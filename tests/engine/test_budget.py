@@ -17,6 +17,7 @@ from tided.engine.budget import BudgetAsk, Forecast, Nodes, refusal
 from tided.engine.build import open_model
 from tided.engine.types import Failed, Request, Sampling
 from tided.errors import PairError, RequestError
+from tided.experts import placement
 from tided.settings import Tide
 from tided.tide.budget import rebudget
 from tided.tide.demand import RouterShape
@@ -184,6 +185,35 @@ def test_where_memory_cannot_be_given_back_the_budget_stands():
     assert not told(pair, apply=False).may_change
     assert everywhere(pair) == [60]
     pair.close()
+
+
+def test_places_change_on_all_ranks_or_on_none(monkeypatch, caplog):
+    """Addresses are counted as memory on one node: slots would lie elsewhere on its rank."""
+    real, made = placement.Reserved, []
+
+    def second_refuses(nbytes):
+        made.append(nbytes)
+        if len(made) == 2:
+            raise OSError(12, "Cannot allocate memory")
+        return real(nbytes)
+
+    monkeypatch.setattr(placement, "Reserved", second_refuses)
+    pair = Living(model(2, 60))
+    assert len(made) == 2
+    first, second = (rank.residents for rank in pair.ranks)
+    assert first.places == second.places
+    assert first.arena.urgent == second.arena.urgent
+    assert first.state() == second.state()
+    assert "cannot change while serving: 1 of the ranks cannot" in caplog.text
+    pair.submit(ask("x", "exact"), ask("y", seed=3))
+    pair.rest()
+    assert len(pair.tokens("x")) == len(pair.tokens("y")) == 24
+    refused = told(pair, 40)
+    assert isinstance(refused, RequestError)
+    assert "one allocation" in refused.what
+    assert everywhere(pair) == [60, 60]
+    pair.close()
+    assert pair.faults == []
 
 
 def test_a_second_change_waits_for_the_first():

@@ -163,6 +163,10 @@ class Part:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The others would be like it."""
+        return self.ranks * part
+
 
 def tensors(holder, beside=frozenset()):
     """All that an object holds, but what is held `beside` it."""

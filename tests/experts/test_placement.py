@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -209,6 +210,34 @@ def test_parts_that_a_device_refuses_are_no_hindrance(monkeypatch, caplog):
     assert arena.data.shape == (7, RECORD.slot_bytes)
     assert arena.most_residents is None
     assert "cannot change while serving: error 801" in caplog.text
+    arena.check()
+
+
+def test_an_arena_that_was_refused_is_gone_before_the_next_is_taken(monkeypatch):
+    """Both are pinned memory of a machine that has room for one."""
+    taken = []
+
+    class Refusing(placement.Reserved):
+        def use(self, begin, end):
+            if begin:
+                raise RuntimeError("error 304")
+
+    def on(_, units, unit_bytes, most_units=0):
+        assert all(one() is None for one in taken), "an arena that was refused is still there"
+        memory = Refusing((most_units or units) * unit_bytes)
+        taken.append(weakref.ref(memory))
+        taken.append(weakref.ref(memory.host))
+        slots = memory.host.view(-1, unit_bytes)
+        return Slots(slots, slots, placement.Placement(True, "a fake"), memory if most_units else None)
+
+    monkeypatch.setattr("tided.experts.arena.slots_on", on)
+    gc.disable()
+    try:
+        arena = Arena(RECORD, 4, 2, torch.device("cpu"), most=20)
+    finally:
+        gc.enable()
+    assert len(taken) == 4
+    assert arena.most_residents is None
     arena.check()
 
 

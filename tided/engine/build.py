@@ -26,7 +26,7 @@ from tided.engine.executor import Executor
 from tided.engine.link_probe import LinkSpeed
 from tided.engine.packing import pack_header
 from tided.engine.scheduler import Limits
-from tided.engine.slots import arena_of
+from tided.engine.slots import agreed_arena
 from tided.errors import ConfigError
 from tided.experts.arena import Pair
 from tided.experts.bank import ExpertBank
@@ -123,7 +123,7 @@ def build_rank(
     tables = RoutingTables(shape.moe_layers, shape.experts_per_layer, device)
     lanes, tide = settings.engine.lanes, settings.tide
     tap = DemandTap(lanes, shape.moe_layers, shape.experts_per_layer, device, tide.light_weight)
-    arena = arena_of(opened, pairs, device)
+    arena = agreed_arena(opened, pairs, device, group)
     reads = ExpertReads.open(opened, group.rank)
     urgent = UrgentReads(arena, tables, reads.io, SyncRules(tide.sync_weight, tide.sync_reads), lanes)
     bank = ExpertBank(opened.record, arena.data, tables, tap, urgent)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kernels.record import PAGE_BYTES, ExpertRecord
 from tided.errors import PairError
-from tided.experts.placement import slots_on
+from tided.experts.placement import Memory, slots_on
 
 log = logging.getLogger("experts")
 
@@ -118,10 +118,15 @@ class Arena:
     ) -> None:
         self.classes, self._kind_of, self._unit_bytes = tuple(classes), kind_of, unit_bytes
         self._largest_bytes = max(one.nbytes for one in classes)
-        try:
-            self._take_memory(device, urgent, elastic=any(one.most for one in classes))
-        except RuntimeError as e:  # a device may refuse a part of what it allows whole
-            log.warning("the budget of experts cannot change while serving: %s", e)
+        self.data: Tensor
+        self._host: Tensor | None
+        self._memory: Memory | None
+        elastic = any(one.most for one in classes)
+        refused = self._refused(device, urgent) if elastic else None
+        if refused is not None:
+            self._let_go()  # or there would be two arenas for a while
+            log.warning("the budget of experts cannot change while serving: %s", refused)
+        if refused is not None or not elastic:
             self._take_memory(device, urgent, elastic=False)
         # The slot that was freed first is taken first, on every rank alike: a slot rests as long as it can.
         used = zip(self._numbers, self.classes, strict=True)
@@ -133,6 +138,18 @@ class Arena:
         self._fences: dict[int, torch.cuda.Event] = {}
         self._staging = _Staging()
 
+    def _refused(self, device: torch.device, urgent: int) -> str | None:
+        """Takes memory of which parts can be given back; why a device refuses a part of what it may allow whole. What
+        it raised is gone with this frame, and with it the last that holds what was taken, but for `_let_go`."""
+        try:
+            self._take_memory(device, urgent, elastic=True)
+        except RuntimeError as e:
+            return str(e)
+        return None
+
+    def _let_go(self) -> None:
+        self.data, self._host, self._memory = torch.empty(0, 0, dtype=torch.uint8), None, None
+
     def _take_memory(self, device: torch.device, urgent: int, elastic: bool) -> None:
         """`elastic`: with addresses for all slots that there may come to be, where these can be had."""
         unit_bytes, step = self._unit_bytes, self._largest_bytes // self._unit_bytes
@@ -140,8 +157,7 @@ class Arena:
         used, most = ([one.slots for one in self.classes], [one.most_slots for one in self.classes])
         units, most_units = (self._units(counts) + behind for counts in (used, most))
         slots = slots_on(device, units, unit_bytes, most_units=most_units * elastic)
-        self.data: Tensor = slots.data
-        self._host, self.placement, self._memory = slots.host, slots.placement, slots.memory
+        self.data, self._host, self.placement, self._memory = slots.data, slots.host, slots.placement, slots.memory
         places = used if self._memory is None else most
         self._numbers = _numbers(self.classes, places, unit_bytes)
         pool_units = self._units(places)
