@@ -10,6 +10,7 @@ from tided.engine import motion as motion_module
 from tided.engine.motion import LEFT_ALONE_STEPS, MOST_DAMAGED, TRIES, Motion
 from tided.errors import PairError
 from tided.experts.tables import DemandTap, Together
+from tided.tide.budget import Budget
 from tided.tide.demand import RouterShape
 from tided.tide.hot import HotReads
 
@@ -353,6 +354,37 @@ def test_an_entry_that_is_wanted_for_long_becomes_resident_without_a_read():
     assert m.count.promoted == 1
     assert (0, 7) in m.hot.residents
     assert m.hot.ring == []
+
+
+def test_an_entry_that_takes_a_free_place_moves_only_once_in_a_step():
+    """By the pilot it is worth most, by the newest tokens nothing: the ring would give it away at once. On the ranks it
+    is an entry until the step's last change, and cannot be a resident that leaves before."""
+    shape, last = RouterShape(1, 24, 2), np.zeros((1, 24))
+    hot = HotReads(shape, [(0, expert) for expert in range(4)], 8, 2, np.full((1, 24), 1 / 24))
+    m = Motion(hot, 1, 2, look_rows=1)
+    last[0, 4:12] = 1.0
+    for _ in range(8):
+        m.stepped(1)
+        m.observe(last, np.ones(1))
+        change, _ = m.change()
+        land(m, change)
+    m.change()
+    assert hot.ring == [(0, expert) for expert in range(4, 12)]
+    scores = np.full((1, 24), 1 / 24)
+    scores[0, 4] = 0.5
+    m.resize(Budget((5,), ()), scores)
+    assert m.change()[0].resize is not None
+    last[:] = 0.02
+    last[0, 4], last[0, 12:18] = 0.0, 1.0
+    for _ in range(60):
+        m.stepped(1)
+        m.observe(last, np.ones(1))
+    adopting, _ = m.change()
+    assert adopting.adopt == [(0, 4)]
+    assert not (adopting.promote or adopting.withdraw)
+    looking, _ = m.change()
+    assert looking.promote or looking.withdraw, "the look is made a step later"
+    assert (0, 4) in looking.withdraw
 
 
 def test_a_pair_that_a_plan_is_reading_is_not_read_for_the_ring_as_well():

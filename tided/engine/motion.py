@@ -206,7 +206,7 @@ class Motion:
         self._begin_swaps(change)
         if self._places:
             self._fill_places(change, moved)
-        if self._due:
+        if self._due and not change.adopt:  # its entries are of the ring until the step's end: a look may not move them
             self._due = False
             self._begin_hot(change, moved)
         return change, moved
