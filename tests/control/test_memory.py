@@ -1,6 +1,8 @@
 """When a rank gives memory up, and when it ends: by what is free and since when, and by nothing else."""
 
 import asyncio
+import itertools
+import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,16 +38,53 @@ def test_a_watch_without_thresholds_does_nothing(free):
 
 
 async def test_it_sheds_while_it_is_low_and_ends_once():
-    free, shed, ended = iter([100, 40, 40, 9, 9, 9, 9]), [], []
-    left = [7, 0, 3, 0, 0, 0]
+    looks, shed, ended = [], [], []
 
     def give() -> int:
-        shed.append(left.pop(0))
-        return shed[-1]
+        shed.append(looks[-1])
+        return 7
 
-    await asyncio.wait_for(watch(Limits(50, 10, 0.02), give, ended.append, lambda: next(free), every_s=0.011), 20)
+    def free() -> int:
+        looks.append(100 if len(looks) < 3 else 40 if len(shed) < 2 else 9)
+        return looks[-1]
+
+    await asyncio.wait_for(watch(Limits(50, 10, 0.02), give, ended.append, free, every_s=0.005), 20)
     assert ended == [9]
-    assert shed[:3] == [7, 0, 3]
+    assert shed[0] == 40
+    assert looks[:3] == [100, 100, 100]
+    assert set(shed) <= {40, 9}
+
+
+async def test_what_gives_memory_up_may_hang_and_the_rank_ends_all_the_same():
+    """It waits for a lock, say, whose holder waits for memory."""
+    going_on, begun, ended = threading.Event(), [], []
+
+    def hangs() -> int:
+        begun.append(True)
+        going_on.wait(30)
+        return 0
+
+    try:
+        await asyncio.wait_for(watch(Limits(50, 10, 0.02), hangs, ended.append, lambda: 9, every_s=0.005), 20)
+        assert not going_on.is_set()
+    finally:
+        going_on.set()
+    assert ended == [9]
+    assert begun == [True], "one at a time"
+
+
+async def test_what_cannot_give_memory_up_ends_no_watch(caplog):
+    tries, ended = [], []
+
+    def fails() -> int:
+        tries.append(True)
+        raise RuntimeError("can't start new thread")
+
+    free = itertools.chain([40] * 20, itertools.repeat(9))
+    await asyncio.wait_for(watch(Limits(50, 10, 0.02), fails, ended.append, lambda: next(free), every_s=0.005), 20)
+    assert ended == [9]
+    assert len(tries) > 1
+    assert caplog.text.count("none can be given up") == 1
 
 
 def test_this_machine_tells():

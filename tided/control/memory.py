@@ -76,23 +76,39 @@ async def watch(
     every_s: float = LOOK_EVERY_S,
 ) -> None:
     """Until it is cancelled, or has ended the rank. `shed` gives memory back, on a thread of its own, and tells how
-    much; `end` is called once, with what was free."""
+    much; `end` is called once, with what was free. However long `shed` takes, and however it ends, the watch looks on:
+    on a machine that is short of everything a thread may not even begin."""
     one, was = Watch(limits), "fine"
-    while True:
-        found = free()
-        verdict = one.look(found, time.monotonic())
-        if verdict == "end":
-            end(found or 0)
-            return
-        if verdict == "shed":
-            given = await asyncio.to_thread(_shed, shed)
-            if given or was == "fine":
-                log.warning("%.2f GB of this node's memory are free; %.2f GB given up", (found or 0) / 1e9, given / 1e9)
-        was = verdict
-        await asyncio.sleep(every_s)
+    shedding: asyncio.Task[None] | None = None
+    try:
+        while True:
+            found = free()
+            verdict = one.look(found, time.monotonic())
+            if verdict == "end":
+                end(found or 0)
+                return
+            if verdict == "shed" and (shedding is None or shedding.done()):
+                shedding = asyncio.create_task(_shed(shed, found or 0, tell=was == "fine"))
+            was = verdict
+            await asyncio.sleep(every_s)
+    finally:
+        if shedding is not None:
+            shedding.cancel()
 
 
-def _shed(shed: Callable[[], int]) -> int:
+async def _shed(shed: Callable[[], int], free_bytes: int, tell: bool) -> None:
+    """`tell`: of what it could not give, too."""
+    try:
+        given = await asyncio.to_thread(_given, shed)
+    except Exception:
+        if tell:
+            log.exception("%.2f GB of this node's memory are free; none can be given up", free_bytes / 1e9)
+        return
+    if given or tell:
+        log.warning("%.2f GB of this node's memory are free; %.2f GB given up", free_bytes / 1e9, given / 1e9)
+
+
+def _given(shed: Callable[[], int]) -> int:
     given = shed()
     if given:
         release_heap()
