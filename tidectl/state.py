@@ -2,6 +2,8 @@
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tided.errors import PermissionError_, UnavailableError
@@ -39,15 +41,26 @@ def chosen_dir() -> Path:
     return (Path(base) if base.startswith("/") else Path.home() / ".local" / "state") / "tidelm"
 
 
-def hand_over(made: Path) -> None:
-    """Gives what root has just made in the state directory to whom that belongs: the service, which could not write it
-    otherwise. `made`: a file, or a directory with files."""
-    if os.geteuid() != 0:
+@contextmanager
+def as_owner(directory: Path) -> Iterator[None]:
+    """Root acts as whom the state directory `directory` belongs to, the service: what is made there is its own, and a
+    link that it has laid there leads root nowhere that it could not go itself. Raises PermissionError_ there."""
+    found = directory.stat()
+    if os.geteuid() != 0 or found.st_uid == 0:
+        yield
         return
-    owner = chosen_dir().stat()
-    for path in (made, *(made.iterdir() if made.is_dir() else ())):
-        if path.lstat().st_uid != owner.st_uid:
-            os.lchown(path, owner.st_uid, owner.st_gid)
+    groups, group = os.getgroups(), os.getegid()
+    os.setgroups([])
+    os.setegid(found.st_gid)
+    os.seteuid(found.st_uid)
+    try:
+        yield
+    except PermissionError as error:
+        raise PermissionError_(f"{error.strerror} for its owner", where=str(error.filename)) from error
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
+        os.setgroups(groups)
 
 
 def _make_private(path: Path, found: os.stat_result) -> None:

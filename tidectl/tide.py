@@ -16,7 +16,7 @@ from packers.overlay import digest_of, identity_under
 from packers.shards import Checkpoint
 from tidectl import fits, profiles, runner, running
 from tidectl.output import console, emit, plain, say
-from tidectl.state import hand_over, state_dir
+from tidectl.state import as_owner, state_dir
 from tided.control.files import write_private
 from tided.errors import DataError, NotRunningError, UnavailableError, UsageError
 from tided.profile import load
@@ -91,13 +91,14 @@ def import_(file: Path, profile: Path | None, merge: bool, replace: bool, as_jso
             f"there is a history of {before.requests} requests already",
             hint="--merge adds the file's votes to it, --replace sets it aside first",
         )
-    aside = set_aside(model.history) if replace else None
-    history = History.open(_directory(), model.identity, model.shape, record=True)
-    try:
-        history.replace(added(history.demand, new.demand))
-    finally:
-        history.close()
-        hand_over(_directory())
+    kept, directory = model.history, state_dir()
+    with as_owner(directory):
+        aside = set_aside(kept) if replace else None
+        history = History.open(kept.parent, model.identity, model.shape, record=True)
+        try:
+            history.replace(added(history.demand, new.demand))
+        finally:
+            history.close()
     if history.note or aside:
         say(history.note or f"the history so far is now {aside}")
     _done("import", as_json, f"{history.demand.requests} requests", {"aside": _text(aside)}, history.demand.requests)
@@ -117,7 +118,9 @@ def reset(profile: Path | None, yes: bool, as_json: bool) -> None:
     requests = _read(model).demand.requests
     if model.history.exists() and not yes:
         _confirm(f"forget what {requests} requests taught of {profiles.name_of(str(model.profile))}?")
-    aside = set_aside(model.history)
+    file, directory = model.history, state_dir()
+    with as_owner(directory):
+        aside = set_aside(file)
     words = f"set aside as {aside}" if aside else "there was no history"
     _done("reset", as_json, words, {"aside": _text(aside)}, requests)
 

@@ -458,20 +458,3 @@ def test_an_interrupted_command_exits_with_130(tidectl: Tidectl, monkeypatch: py
 
 def test_no_logs_is_not_running(tidectl: Tidectl, state: Path) -> None:
     assert tidectl("logs").exit_code == NotRunningError.exit_code
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_what_root_makes_in_the_services_directory_is_the_services(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TIDE_STATE_DIR", str(tmp_path))
-    history = tmp_path / "history"
-    history.mkdir()
-    (history / "made").write_text("")
-    (history / "link").symlink_to("/etc/passwd")
-    before = Path("/etc/passwd").stat().st_uid
-    os.chown(tmp_path, 1234, 1235)
-    state.hand_over(history)
-    owners = [(path.lstat().st_uid, path.lstat().st_gid) for path in (history, *history.iterdir())]
-    assert owners == [(1234, 1235)] * 3
-    assert Path("/etc/passwd").stat().st_uid == before

@@ -1,7 +1,10 @@
 """`tidectl tide show | export | import | merge | reset`, over histories of the bundled small model."""
 
 import json
+import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +205,54 @@ def test_a_reset_asks_and_sets_aside(tidectl, model):
     (aside,) = model.history.parent.glob("*.set-aside-*Z")
     assert aside.stat().st_size > 0
     assert "there was no history" in tidectl("tide", "reset", str(MINI), "--yes").stderr
+
+
+@pytest.fixture
+def services(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state directory of another user, who can reach it."""
+    if os.geteuid() != 0:
+        pytest.skip("only root acts for others")
+    with tempfile.TemporaryDirectory(prefix="tidelm-test-") as place:
+        Path(place).chmod(0o755)
+        path = Path(place) / "state"
+        path.mkdir(mode=0o700)
+        os.chown(path, 1234, 1235)
+        monkeypatch.setenv("TIDE_STATE_DIR", str(path))
+        yield path
+
+
+def owners(directory: Path) -> set[tuple[int, int]]:
+    return {(path.lstat().st_uid, path.lstat().st_gid) for path in (directory, *directory.iterdir())}
+
+
+def test_what_root_imports_belongs_to_whom_the_state_directory_does(tidectl, model, tmp_path, services):
+    learn(model)
+    file, history = tmp_path / "learned.json", services / "history"
+    assert tidectl("tide", "export", str(file), str(MINI)).exit_code == 0
+    for path in (*history.iterdir(), history):
+        os.chown(path, 1234, 1235)
+    for options in (["--replace"], ["--merge"]):
+        assert tidectl("tide", "import", str(file), str(MINI), *options).exit_code == 0
+    assert tidectl("tide", "reset", str(MINI), "--yes").exit_code == 0
+    assert tidectl("tide", "import", str(file), str(MINI)).exit_code == 0
+    assert owners(history) == {(1234, 1235)}
+    assert os.geteuid() == 0
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_a_link_in_the_services_directory_leads_root_nowhere(tidectl, model, tmp_path, services, mode):
+    learn(model)
+    file, history, elsewhere = tmp_path / "learned.json", services / "history", services.parent / "etc"
+    assert tidectl("tide", "export", str(file), str(MINI)).exit_code == 0
+    history.rename(elsewhere)
+    elsewhere.chmod(mode)
+    history.symlink_to(elsewhere)
+    before = {path: path.read_bytes() for path in elsewhere.iterdir()}
+    for command in (("import", str(file), str(MINI), "--replace"), ("reset", str(MINI), "--yes")):
+        refused = tidectl("tide", *command)
+        assert refused.exit_code in (65, 77), refused.output
+    assert owners(elsewhere) == {(0, 0)}
+    assert {path: path.read_bytes() for path in elsewhere.iterdir()} == before
 
 
 def test_a_history_that_a_daemon_records_into_is_read_and_not_changed(tidectl, model, tmp_path):
