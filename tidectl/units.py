@@ -18,7 +18,7 @@ from tidectl.sent import SENT
 from tidectl.supervisor import SIGNAL_CODES, Child, Ended, EndedRank, Run, Status
 from tided.control.files import write_private
 from tided.control.state import LAST_PHASES, RankState, rank_file, read_rank
-from tided.errors import ConfigError, NotRunningError, TideError, UnavailableError
+from tided.errors import ConfigError, NotRunningError, TideError, UnavailableError, UsageError
 from tided.profile import load
 from tided.profile.instances import BUNDLED_DIR, SITE_DIR, parse, profile_of, rank_here, unit_name
 
@@ -134,24 +134,38 @@ def is_running() -> bool:
 
 
 def loaded() -> list[Unit]:
-    """Instances that the service manager knows, by rank."""
+    """Instances that the service manager knows, by rank. One that runs is among them whatever became of its profile."""
     text = _systemctl("show", "tided@*", f"--property={PROPERTIES}")
     found = []
     for block in text.split("\n\n"):
         fields = dict(line.partition("=")[::2] for line in block.splitlines() if "=" in line)
         if fields.get("Id", "").startswith("tided@"):
-            with suppress(TideError):  # an instance that means nothing, or whose profile is gone: it runs no rank
+            with suppress(UsageError):  # an instance that means nothing runs no rank
                 found.append(_unit(fields))
-    return sorted(found, key=lambda unit: unit.rank)
+    return sorted((unit for unit in found if unit.rank >= 0), key=lambda unit: unit.rank)
 
 
 def _unit(fields: dict[str, str]) -> Unit:
+    """`rank` -1: nobody can tell, and it does not run."""
     name, rank = parse(fields["Id"].removeprefix("tided@").removesuffix(".service"))
-    number = rank_here(load(profile_of(name)).parallel, name) if rank is None else rank
     status = int(fields.get("ExecMainStatus") or 0)
     code = SIGNAL_CODES + status if fields.get("ExecMainCode") in KILLED else status
     pid, invocation = int(fields.get("MainPID") or 0), fields.get("InvocationID", "")
-    return Unit(fields["Id"], name, number, fields["ActiveState"], fields["SubState"], pid, code, invocation)
+    unit = Unit(fields["Id"], name, -1, fields["ActiveState"], fields["SubState"], pid, code, invocation)
+    return unit._replace(rank=_rank_of(unit) if rank is None else rank)
+
+
+def _rank_of(unit: Unit) -> int:
+    """Of an instance that names none: as its process says, else as its profile does, which may have been changed,
+    removed, or name an address that is away."""
+    directory = state.SYSTEM_DIR
+    told = [found for rank in ranks_told(directory) if unit.pid and (found := read_rank(directory, rank))]
+    if ours := [found.rank for found in told if found.pid == unit.pid]:
+        return ours[0]
+    try:
+        return rank_here(load(profile_of(unit.profile)).parallel, unit.profile)
+    except TideError:
+        return 0 if unit.is_live else -1
 
 
 def _any_live(names: Sequence[str]) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from tidectl import runner, state, units
 from tided.control.state import StateFile
 from tided.errors import ConfigError, NotRunningError, UnavailableError
+from tided.settings import Settings
 
 PID = os.getpid()
 BLOCK = (
@@ -75,6 +76,30 @@ def test_ranks_that_run(manager: Manager, tmp_path: Path) -> None:
     assert Path(found.run.profile).name == "mini-deepseek.toml"
     assert [rank.phase for rank in found.ranks] == ["ready"]
     assert found.last is None
+
+
+@pytest.mark.parametrize(("instance", "told"), [("gone", True), ("gone", False), ("mini-deepseek", True)])
+def test_a_unit_that_runs_is_seen_whatever_became_of_its_profile(
+    manager: Manager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instance: str, told: bool
+) -> None:
+    """Removed, or with a mistake in it: what runs is told of, stopped, and not started a second time."""
+
+    def wrong(_: Path) -> Settings:
+        raise ConfigError("a mistake")
+
+    monkeypatch.setattr(units, "load", wrong)
+    if told:
+        StateFile(tmp_path / "state", 1).enter("ready", port=8000)
+    manager.shown = [block(instance, "active", "running", PID)]
+    found = runner.status(tmp_path / "state").run
+    assert found is not None
+    assert [child.rank for child in found.ranks] == [1 if told else 0]
+    assert Path(found.profile).stem == instance
+    with pytest.raises(UnavailableError, match=f"{instance} runs already"):
+        runner.start(Path(units.BUNDLED_DIR) / "mini-deepseek.toml", tmp_path / "state", [0])
+    manager.shown += [manager.shown[0], block(instance, "inactive", "dead")]
+    runner.stop(tmp_path / "state", 1.0)
+    assert manager.commands == [["systemctl", "stop", f"tided@{instance}.service"]]
 
 
 def test_a_rank_that_is_to_be_started_again_has_ended(manager: Manager, tmp_path: Path) -> None:
