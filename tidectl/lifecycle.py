@@ -1,5 +1,6 @@
 """`tidectl start | stop | restart`, from rank 0's machine over all nodes of a profile."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,28 +87,31 @@ def _start(team: Team, settings: Settings, profile: Path, directory: Path, timeo
     try:
         with waiting() as show:
             ranks = run.run(timeout_s, show)
-    except KeyboardInterrupt:
-        say("interrupted: ending the ranks")
-        _abort(run)
-        say("nothing is running")
+    except OutOfTime:
+        say(line(run.items()))
         raise
     except RankFailed as failed:
         _abort(run)
         _show_log(failed)
         raise failed.error from failed
-    except OutOfTime:
-        say(line(run.items()))
+    except KeyboardInterrupt:
+        _abort(run, "interrupted: ending the ranks")
+        say("nothing is running")
         raise
-    except TideError:
+    except BaseException:
         _abort(run)
         raise
     _report(profile, directory, ranks, as_json)
 
 
-def _abort(run: Start) -> None:
-    """Nothing serves yet, so nothing is waited for but the ranks' own end."""
+def _abort(run: Start, why: str = "") -> None:
+    """Nothing serves yet, so nothing is waited for but the ranks' own end. They end whether or not anybody reads it."""
+    with suppress(OSError):
+        if why:
+            say(why)
     for error in run.abort():
-        say(f"{error.where}: its ranks could not be ended: {error.what}")
+        with suppress(OSError):
+            say(f"{error.where}: its ranks could not be ended: {error.what}")
 
 
 def _show_log(failed: RankFailed) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.tidectl.canned import Tidectl
 from tests.tidectl.test_lifecycle import free_ports, within
-from tidectl import nodes, peers, record, seeing, starting, stopping, supervisor
+from tidectl import lifecycle, nodes, peers, record, seeing, starting, stopping, supervisor
 from tidectl.node_messages import Look, Process, Seen
 from tidectl.node_work import seen
 from tidectl.nodes import Node, nodes_of
@@ -234,20 +234,33 @@ def test_a_rank_that_dies_here_ends_the_other(
     assert not (there / "lock").exists() or not supervisor.is_locked(there)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), UnavailableError("no"), BrokenPipeError(32, "nobody reads"), OSError(28, "disk"), KeyError()],
+    ids=lambda error: type(error).__name__,
+)
 def test_an_interrupted_start_leaves_nothing_on_either_node(
-    tidectl: Tidectl, profile: Path, state: Path, there: Path, monkeypatch: pytest.MonkeyPatch
+    tidectl: Tidectl, profile: Path, state: Path, there: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
+    """Whatever interrupts it."""
     monkeypatch.setenv("FAKE_DAEMON", "1:hang")
     items = starting.Start.items
 
     def interrupt(start: starting.Start) -> object:
         if [rank.phase for rank in supervisor.status(there).ranks] == ["loading"]:
-            raise KeyboardInterrupt
+            if isinstance(error, BrokenPipeError):
+                monkeypatch.setattr(lifecycle, "say", broken)
+            raise error
         return items(start)
+
+    def broken(_: str) -> None:
+        raise error
 
     monkeypatch.setattr(starting.Start, "items", interrupt)
     ran = tidectl("start", str(profile))
-    assert (ran.exit_code, "nothing is running" in ran.stderr) == (130, True)
+    assert ran.exit_code != 0
+    if isinstance(error, KeyboardInterrupt):
+        assert (ran.exit_code, "nothing is running" in ran.stderr) == (130, True)
     assert not supervisor.is_locked(state)
     assert not supervisor.is_locked(there)
 
