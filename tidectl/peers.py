@@ -46,6 +46,7 @@ SSH = (
 NODE = (sys.executable, "-P", "-m", "tidectl.node")
 SSH_FAILED, NOT_FOUND = 255, (126, 127)  # exit codes: of ssh itself, of the shell there
 SAID_LINES = 3
+MAX_UNMARKED_BYTES = 1 << 20  # what a login shell may say
 
 Kind = TypeVar("Kind", bound=Reply)
 _ERRORS: dict[int, type[TideError]] = {
@@ -100,10 +101,7 @@ class Peer:
         return found
 
     def _hello(self, deadline: float) -> About:
-        try:
-            found = of_kind(self._exchange(Hello(), deadline), About, self.node)
-        except msgspec.ValidationError as error:
-            raise self._other_build(str(error)) from error
+        found = of_kind(self._exchange(Hello(), deadline), About, self.node)
         if found.protocol != PROTOCOL:
             raise self._other_build(found.version)
         return found
@@ -121,29 +119,37 @@ class Peer:
                 self._process.stdin.write(msgspec.json.encode(request) + b"\n")
                 self._process.stdin.flush()
             return msgspec.json.decode(self._line(deadline), type=Reply)
+        except msgspec.MsgspecError as error:
+            raise self._other_build(str(error)) from error
         except BaseException:
             self.close()  # an answer that comes late must not be taken for that of the next question
             raise
 
     def _line(self, deadline: float) -> bytes:
         """The next answer. What stands before `MARK` comes from a login shell."""
+        begun, begun_bytes, unmarked_bytes = list[bytes](), 0, 0
+        fresh, self._buffer = self._buffer, b""
         while True:
-            line, newline, rest = self._buffer.partition(b"\n")
-            if newline:
-                self._buffer = rest
+            end, *others = fresh.split(b"\n")
+            begun, begun_bytes = [*begun, end], begun_bytes + len(end)
+            for place, other in enumerate(others):
+                line = b"".join(begun)
                 if MARK in line:
+                    self._buffer = b"\n".join(others[place:])
                     return line.partition(MARK)[2]
-            elif len(line) > MAX_LINE_BYTES:
+                unmarked_bytes += len(line)
+                begun, begun_bytes = [other], len(other)
+            if unmarked_bytes > MAX_UNMARKED_BYTES or begun_bytes > MAX_LINE_BYTES:
                 raise UnavailableError("it writes without end", where=str(self.node))
-            else:
-                self._buffer += self._read(deadline)
+            fresh = self._read(deadline)
 
     def _read(self, deadline: float) -> bytes:
         assert self._process is not None
         assert self._process.stdout is not None
+        left_s = deadline - time.monotonic()  # looked at where there is something to read too
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
+            if left_s <= 0 or not selector.select(left_s):
                 hint = f"try `ssh -oBatchMode=yes {self.node.host} true`"
                 raise UnavailableError("it does not answer in time", where=str(self.node), hint=hint)
         if data := os.read(self._process.stdout.fileno(), 1 << 20):

@@ -18,7 +18,7 @@ import pytest
 from tests.tidectl.canned import Tidectl
 from tests.tidectl.test_lifecycle import free_ports, within
 from tidectl import lifecycle, nodes, peers, record, seeing, starting, stopping, supervisor
-from tidectl.node_messages import Look, Process, Seen
+from tidectl.node_messages import PROTOCOL, About, Done, Lines, Look, Process, Seen, Tail
 from tidectl.node_work import seen
 from tidectl.nodes import Node, nodes_of
 from tidectl.processes import Identity, identify
@@ -383,15 +383,47 @@ def test_closing_ends_a_question_that_is_under_way(hosts: Path, there: Path) -> 
     [
         ("printf 'tidelm-node {}\\n'; sleep 9", "another version"),
         ("head -c 200000 /dev/zero; sleep 9", "in time"),
+        ("yes", "in time"),
+        ("yes", "writes without end"),
+        ("cat /dev/zero", "writes without end"),
         ('printf \'tidelm-node {"type":"Done"}\\n\'; sleep 9', "answered a question by Done"),
         ("echo why >&2; exit 3", r"the connection ended \(exit code 3\): why"),
     ],
 )
 def test_an_answer_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch, program: str, words: str) -> None:
     monkeypatch.setattr(peers, "HELLO_S", 1.0)
+    if words == "in time":
+        monkeypatch.setattr(peers, "MAX_UNMARKED_BYTES", 1 << 60)
     peer = peers.Peer(Node("there", (1,), False), ["bash", "-c", program])
     with pytest.raises((UnavailableError, peers.ConfigError), match=words):
         peer.ask(Look(), Seen)
+    peer.close()
+
+
+@pytest.mark.parametrize("answer", ['{"type":"Lines","lines":[],"running":false,"more":1}', '{"type":"New"}', "{"])
+def test_an_answer_of_another_build_is_told_as_such(answer: str) -> None:
+    about = msgspec.json.encode(About(PROTOCOL, "1", "b", "", 1.0)).decode()
+    program = f"for answer in '{about}' '{about}' '{answer}'; do read -r; echo \"tidelm-node $answer\"; done; sleep 9"
+    peer = peers.Peer(Node("there", (1,), False), ["bash", "-c", program])
+    with pytest.raises(peers.ConfigError, match="TideLM there is another version"):
+        peer.ask(Tail(1, 1), Lines)
+    assert peer._process is None
+    peer.close()
+
+
+def test_long_answers_and_what_a_shell_says_between_them(tmp_path: Path) -> None:
+    """Whatever pieces they come in."""
+    (tmp_path / "long").write_bytes(
+        b"tidelm-node " + msgspec.json.encode(Lines([(1, "x" * 3_000_000)], True)) + b"\nmotd\nmo"
+    )
+    about = msgspec.json.encode(About(PROTOCOL, "1", "b", "", 1.0)).decode()
+    program = (
+        f"echo hello; for answer in '{about}' '{about}'; do read -r; echo \"hi tidelm-node $answer\"; done; "
+        f'read -r; cat {tmp_path / "long"}; read -r; echo \'td tidelm-node {{"type":"Done"}}\'; sleep 9'
+    )
+    peer = peers.Peer(Node("there", (1,), False), ["bash", "-c", program])
+    assert len(peer.ask(Tail(1, 1), Lines).lines[0][1]) == 3_000_000
+    assert peer.ask(Tail(1, 1), Done) == Done()
     peer.close()
 
 
