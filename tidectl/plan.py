@@ -106,7 +106,7 @@ def facts(opened: "OpenedModel", given: Given, profile: Path, made_up: str) -> d
     settings, shape = opened.settings, opened.shape
     ranks, resident = range(settings.parallel.ranks), settings.experts.resident
     node, where = _node(settings, given)
-    needs = {rank: memory.needs(opened, rank) for rank in ranks}
+    needs = {rank: memory.needs(opened, rank, node.apart) for rank in ranks}
     judged = [memory.gates(opened, rank, node, False, needs) for rank in ranks]
     most = shape.moe_layers * shape.experts_per_layer
     largest = memory.largest_budget(opened, [node] * len(ranks), False, needs)

@@ -175,6 +175,14 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path, ranks):
     pair.close()
 
 
+def test_what_is_rounded_up_counts_on_each_rank_of_a_node():
+    nodes = Nodes(("a", "b", "a"), keep_bytes=5, rounding_bytes=3)
+    nodes.refuse_growth(10, {0: 2 * 13 + 5, 1: 13 + 5})
+    for rank, free in ((0, 2 * 13 + 4), (1, 13 + 4)):
+        with pytest.raises(RequestError, match=f"rank {rank}'s node"):
+            nodes.refuse_growth(10, {rank: free})
+
+
 def test_where_memory_cannot_be_given_back_the_budget_stands():
     """A device with memory of its own."""
     pair = Living(model(1, 60))

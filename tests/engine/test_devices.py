@@ -6,11 +6,13 @@ from msgspec.structs import replace
 from real_pair import GLM, GOLDEN, opened
 
 from tided.engine import devices
+from tided.engine.budget import nodes_of
 from tided.engine.build import build_rank, open_model
 from tided.engine.devices import allocating, free_bytes, is_shortage, local_index, refuse_shortage, use_device
 from tided.engine.memory import Node, gates, largest_budget, needs, passing_bytes, with_resident
 from tided.engine.offline import first_pairs, settings_of
 from tided.errors import ConfigError, UnavailableError
+from tided.experts.placement import SEGMENT_BYTES
 from tided.models.deepseek_v41.family import DeepseekV41Family
 from tided.models.parallel import Alone
 from tided.settings import Cache, Engine, Experts, Memory, Parallel, Vision
@@ -235,6 +237,10 @@ def test_one_memory_of_system_and_device_is_judged_once_and_without_the_file_cac
     assert [gate.name for gate in both] == ["load", "serve"]
     stays = sum(need.nbytes for need in needs(model, 0) if not need.taken)
     assert both[0].asked_bytes == stays + model.settings.memory.reserve_bytes
+    beside = [need for need in needs(model, 0) if need not in needs(model, 0, apart=True)]
+    assert [(need.what, need.nbytes) for need in beside] == [("rounding of slots", 3 * SEGMENT_BYTES)]
+    assert nodes_of(model).rounding_bytes == SEGMENT_BYTES
+    assert nodes_of(with_settings()).rounding_bytes == 0
 
 
 def test_a_device_with_memory_of_its_own_is_judged_beside_the_system(tmp_path, monkeypatch):
@@ -249,8 +255,9 @@ def test_a_device_with_memory_of_its_own_is_judged_beside_the_system(tmp_path, m
     node = devices.here(model.settings)
     assert node == Node(True, 90 << 30, 24 << 30)
     found = {gate.name: gate for gate in gates(model, 0, node, started=True)}
-    own = sum(need.nbytes for need in needs(model, 0) if not need.taken and not need.system)
-    others = sum(need.nbytes for need in needs(model, 0) if not need.taken and need.system)
+    asked = [need for need in needs(model, 0, node.apart) if not need.taken]
+    own = sum(need.nbytes for need in asked if not need.system)
+    others = sum(need.nbytes for need in asked if need.system)
     assert found["load, device"].asked_bytes == own
     assert found["serve, device"].asked_bytes == own + passing_bytes(model)
     assert found["load"].asked_bytes == others + model.settings.memory.reserve_bytes

@@ -381,7 +381,7 @@ def test_an_entry_that_takes_a_free_place_moves_only_once_in_a_step():
         m.observe(last, np.ones(1))
     adopting, _ = m.change()
     assert adopting.adopt == [(0, 4)]
-    assert not (adopting.promote or adopting.withdraw)
+    assert adopting.promote == adopting.withdraw == []
     looking, _ = m.change()
     assert looking.promote or looking.withdraw, "the look is made a step later"
     assert (0, 4) in looking.withdraw

@@ -5,17 +5,20 @@ import threading
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kernels.record import ExpertRecord
 from tided.engine.devices import is_shortage
 from tided.experts import placement
-from tided.experts.arena import Arena
+from tided.experts.arena import Arena, SlotClass
 from tided.experts.placement import Cuda, Slots, choose, slots_on
 
 RECORD = ExpertRecord(64, 64, 1)
-CUDA = torch.device("cuda")
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 class Fake:
@@ -153,6 +156,39 @@ def test_segments_are_registered_while_any_of_their_bytes_is_used(monkeypatch):
     del memory
     gc.collect()
     assert runtime.held == {}
+
+
+@given(st.data())
+def test_what_segments_take_beside_the_slots_is_bounded(data):
+    """Sizes and counts of any kind, before and after changes."""
+    runtime, segment = Runtime(), 1 << 16
+    sizes = sorted(data.draw(st.sets(st.integers(1, 9), min_size=1, max_size=4)))
+    counts = [data.draw(st.tuples(*[st.integers(0, 60)] * 2)) for _ in sizes]
+    classes = [
+        SlotClass(size * 4096, one, 1, 2, max(1, one, most)) for size, (one, most) in zip(sizes, counts, strict=True)
+    ]
+    changes = [[data.draw(st.integers(0, one.most)) for one in classes] for _ in range(3)]
+
+    def on(_, units, unit_bytes, most_units=0):
+        memory = placement.Registered(most_units * unit_bytes)
+        memory.use(0, 1)
+        slots = memory.host.view(-1, unit_bytes)
+        return Slots(slots, slots, placement.Placement(True, "a fake"), memory)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "cudart", lambda: runtime)
+        patched.setattr(placement, "SEGMENT_BYTES", segment)
+        patched.setattr("tided.experts.arena.slots_on", on)
+        arena = Arena.of_sizes(classes, np.zeros((1, 1), int), CPU, 2)
+        for wanted in changes:
+            registered = sum(runtime.held.values())
+            assert registered <= arena.held_bytes + placement.rounding_bytes(len(sizes) + 1)
+            now = zip(wanted, arena.classes, strict=True)
+            grows = sum(one.nbytes * max(0, places - one.residents) for places, one in now)
+            arena.resize(wanted)
+            assert sum(runtime.held.values()) <= registered + grows + len(sizes) * segment
+        del arena
+        assert runtime.held == {}
 
 
 class Elastic(Fake):

@@ -19,6 +19,7 @@ from tided.engine import memory
 from tided.engine.memory import gb, passing_bytes
 from tided.engine.motion import Motion
 from tided.engine.ports import Pilot, Residents
+from tided.engine.slots import growth_rounding_bytes
 from tided.errors import RequestError
 from tided.tide.budget import Budget, rebudget
 from tided.tide.coverage import covered
@@ -33,15 +34,17 @@ log = logging.getLogger("experts")
 
 @dataclass(frozen=True)
 class Nodes:
-    """`hosts`: of each rank. `keep_bytes`: what stays free of a node's memory whatever the budget is."""
+    """`hosts`: of each rank. `keep_bytes`: what stays free of a node's memory whatever the budget is. `rounding_bytes`:
+    what a change may take on a rank beside its slots."""
 
     hosts: tuple[str, ...] = ("",)
     keep_bytes: int = 0
+    rounding_bytes: int = 0
 
     def refuse_growth(self, more_bytes: int, free_bytes: Mapping[int, int]) -> None:
         """`more_bytes` on each rank; `free_bytes` of the ranks' nodes, as far as they tell. Raises RequestError."""
         for rank, free in sorted(free_bytes.items()):
-            asked = more_bytes * self.hosts.count(self.hosts[rank])
+            asked = (more_bytes + self.rounding_bytes) * self.hosts.count(self.hosts[rank])
             if asked + self.keep_bytes > free:
                 raise refusal(
                     f"rank {rank}'s node has {gb(free)} free, of which {gb(self.keep_bytes)} must stay; the change "
@@ -53,7 +56,8 @@ def nodes_of(opened: "OpenedModel") -> Nodes:
     """What both gates of a start leave free, stays."""
     settings, hosts = opened.settings, memory.hosts(opened.settings)
     chunks = passing_bytes(opened) * max(map(hosts.count, hosts)) + settings.memory.exit_below_bytes
-    return Nodes(hosts, max(settings.memory.reserve_bytes, chunks))
+    rounding = growth_rounding_bytes(opened) if settings.engine.device == "cuda" else 0
+    return Nodes(hosts, max(settings.memory.reserve_bytes, chunks), rounding)
 
 
 class Forecast(msgspec.Struct, frozen=True):

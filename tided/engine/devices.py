@@ -152,7 +152,7 @@ def _what_fits(opened: "OpenedModel", node: Node) -> str:
     """Judged as if every node were like this one."""
     fits = largest_budget(opened, [node] * len(hosts(opened.settings)), started=True)
     if fits is None:
-        found = [need for rank in range(len(hosts(opened.settings))) for need in needs(opened, rank)]
+        found = [need for rank in range(len(hosts(opened.settings))) for need in needs(opened, rank, node.apart)]
         most = max((need for need in found if need.what != RESIDENTS), key=lambda need: need.nbytes)
         return f"no budget of experts fits beside {gb(most.nbytes)} of {most.what} ({most.setting}): see `tidectl plan`"
     return f"experts.resident = {fits} fits; lower that, or cache.pool_tokens (`tidectl plan` shows both)"

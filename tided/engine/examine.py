@@ -69,7 +69,8 @@ class Examination:
         from tided.engine.memory import gates, gb, needs
 
         opened, node = self._opened, here(self.settings)
-        ranks = {str(rank): {need.what: need.nbytes for need in needs(opened, rank)} for rank in self.ranks}
+        apart = node is not None and node.apart
+        ranks = {str(rank): {need.what: need.nbytes for need in needs(opened, rank, apart)} for rank in self.ranks}
         missing = {
             gate.name: f"{gb(gate.missing_bytes)} more than the {gb(gate.free_bytes)} that are free"
             for rank in self.ranks

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from kernels.exl3_record import Exl3Record
 from kernels.kept import MOST_BYTES as KEPT_BYTES
-from tided.engine.slots import arena_bytes, resident_bytes
+from tided.engine.slots import arena_bytes, resident_bytes, rounding_bytes
 from tided.settings import Settings
 
 if TYPE_CHECKING:
@@ -68,8 +68,9 @@ class Node(NamedTuple):
     device_bytes: int = 0
 
 
-def needs(opened: "OpenedModel", rank: int) -> list[Need]:
-    """What stays allocated on a rank while it serves, the largest classes first to be told."""
+def needs(opened: "OpenedModel", rank: int, apart: bool = False) -> list[Need]:
+    """What stays allocated on a rank while it serves, the largest classes first to be told. `apart`: its device has
+    memory of its own."""
     settings, family, config = opened.settings, opened.family, opened.checkpoint.config
     cuda = settings.engine.device == "cuda"
     residents = resident_bytes(opened)
@@ -88,6 +89,8 @@ def needs(opened: "OpenedModel", rank: int) -> list[Need]:
     ]
     if not cuda and isinstance(opened.record, Exl3Record):
         found.append(Need("decoded trellises", "", KEPT_BYTES, estimate=True))
+    if cuda and not apart:
+        found.append(Need("rounding of slots", "", rounding_bytes(opened), estimate=True))
     if cuda:
         found.append(Need("graphs, kernels", "engine.device", GRAPH_BYTES, estimate=True))
         found.append(Need("CUDA", "engine.device", CUDA_BYTES, taken=True, estimate=True))
@@ -130,7 +133,7 @@ def gates(
     """Both, of each memory that the rank takes part in. `started`: the processes are there already, and what they are
     is not free any more. `known`: `needs` of the ranks, if they are."""
     ranks, memory, chunk = sharing(opened.settings, rank), opened.settings.memory, passing_bytes(opened)
-    asked = known or {one: needs(opened, one) for one in ranks}
+    asked = known or {one: needs(opened, one, node.apart) for one in ranks}
     found = []
     if node.apart:
         own = _sum([asked[rank]], started, system=False)
@@ -170,7 +173,7 @@ def largest_budget(
     each rank; `known`: their `needs`, if they are."""
     shape = opened.shape
     least, most = shape.moe_layers * shape.top_k, shape.moe_layers * shape.experts_per_layer
-    asked = known or {rank: needs(opened, rank) for rank in range(len(nodes))}
+    asked = known or {rank: needs(opened, rank, node.apart) for rank, node in enumerate(nodes)}
     room = [_room(opened, rank, node, started, asked) for rank, node in enumerate(nodes)]
 
     def fits(resident: int) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kernels.record import ExpertRecord
+from tided.experts import placement
 from tided.experts.arena import Arena, Pair, SlotClass
 from tided.models.parallel import Group
 
@@ -59,6 +60,21 @@ def arena_bytes(opened: "OpenedModel") -> int:
         slots = zip(kinds.nbytes, kinds.spare, kinds.ring, strict=True)
         beside += sum(size * (spare + ring) for size, spare, ring in slots)
     return beside + resident_bytes(opened)
+
+
+def rounding_bytes(opened: "OpenedModel") -> int:
+    """At most, of the arena where a device reads the system's memory: beside the slots of each size, and those behind
+    them all."""
+    return placement.rounding_bytes(_sizes(opened) + 1)
+
+
+def growth_rounding_bytes(opened: "OpenedModel") -> int:
+    """The same of a change: the end of each size's slots alone moves."""
+    return _sizes(opened) * placement.SEGMENT_BYTES
+
+
+def _sizes(opened: "OpenedModel") -> int:
+    return 1 if opened.kinds is None else len(opened.kinds.nbytes)
 
 
 def resident_bytes(opened: "OpenedModel") -> int:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # addresses are not counted as memory (Linux)
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 PROBE_BYTES = 256 << 20  # several times what caches hold
-SEGMENT_BYTES = 1 << 30  # of the system's memory that a device is given, and that is taken from it, at once
+SEGMENT_BYTES = 64 << 20  # of the system's memory that a device is given, and that is taken from it, at once
 ENOUGH = 0.95  # of the rate at which the device reads its own allocations
 ROUNDS = 5
 
@@ -266,6 +266,11 @@ class Registered(Reserved):
 
     def _size(self, segment: int) -> int:
         return min(SEGMENT_BYTES, self._nbytes - segment * SEGMENT_BYTES)
+
+
+def rounding_bytes(ranges: int) -> int:
+    """Most that the segments of so many ranges are larger than these; the first range begins where a segment does."""
+    return (2 * ranges - 1) * SEGMENT_BYTES
 
 
 def _without(part: tuple[int, int], begin: int, end: int) -> list[tuple[int, int]]:
