@@ -175,6 +175,29 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path, ranks):
     pair.close()
 
 
+@pytest.mark.parametrize("by_writing", [True, False])
+def test_places_that_are_promised_are_not_promised_again(by_writing):
+    """One turn after the first change its places are there and mostly free, and the node's memory is free still."""
+    pair = Living(model(1, 40))
+    residents = pair.ranks[0].residents
+    residents.arena._memory.by_writing = by_writing
+    record = residents.places.nbytes[0]
+    room = 25 * record + pair.ranks[0].executor.caching.prefixes.room_bytes
+    assert told(pair, 60, free={0: room}).applied
+    pair.turn(2)
+    assert pair.engine.budgets.changing
+    taken = (residents.count if by_writing else 60) - 40
+    assert taken < 20 or not by_writing
+    left = room - taken * record
+    if by_writing:
+        refused = told(pair, 66, free={0: left})
+        assert isinstance(refused, RequestError)
+        assert "must stay" in refused.what
+    assert told(pair, 65, free={0: left}).applied, "as much as there is still room for"
+    assert everywhere(pair) == [65]
+    pair.close()
+
+
 def test_what_is_rounded_up_counts_on_each_rank_of_a_node():
     nodes = Nodes(("a", "b", "a"), keep_bytes=5, rounding_bytes=3)
     nodes.refuse_growth(10, {0: 2 * 13 + 5, 1: 13 + 5})

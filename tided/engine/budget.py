@@ -141,6 +141,15 @@ class Budgets:
         )
 
     @property
+    def owed_bytes(self) -> int:
+        """On each rank, of places that were given and that nobody lies in yet, where only writing takes their memory:
+        it is free still, and promised."""
+        places, of = self._residents.places, self._motion.hot.kind_of
+        if not places.by_writing:
+            return 0
+        return places.resident_bytes - sum(places.nbytes[of(pair)] for pair in self._residents.pairs)
+
+    @property
     def changing(self) -> bool:
         return self._waits or self._motion.filling
 

@@ -308,8 +308,9 @@ class LeaderEngine(Engine):
         try:
             found = self.budgets.forecast(ask.resident, ask.nbytes)
             if found.bytes > found.bytes_now:
+                more = found.bytes - found.bytes_now + self.budgets.owed_bytes
                 beside = self.executor.caching.prefixes.room_bytes  # of rank 0; the others' fill like it
-                self.budgets.nodes.refuse_growth(found.bytes - found.bytes_now + beside, ask.free_bytes)
+                self.budgets.nodes.refuse_growth(more + beside, ask.free_bytes)
         except RequestError as error:
             return error
         if not ask.apply or found.resident == self.budgets.resident:

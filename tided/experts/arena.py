@@ -67,11 +67,12 @@ class Sizes(NamedTuple):
 
 class Places(NamedTuple):
     """By class of records: bytes of a slot, residents that there are places for, and that there may come to be. None:
-    it stands."""
+    it stands. `by_writing`: a place takes memory once it is filled, not before."""
 
     nbytes: tuple[int, ...]
     residents: tuple[int, ...]
     most: tuple[int, ...] | None
+    by_writing: bool = False
 
     @property
     def resident_bytes(self) -> int:
@@ -185,7 +186,8 @@ class Arena:
     @property
     def places(self) -> Places:
         nbytes, residents = zip(*((one.nbytes, one.residents) for one in self.classes), strict=True)
-        return Places(nbytes, residents, self.most_residents)
+        by_writing = self._memory is not None and self._memory.by_writing
+        return Places(nbytes, residents, self.most_residents, by_writing)
 
     @property
     def most_residents(self) -> tuple[int, ...] | None:

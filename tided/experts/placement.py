@@ -48,7 +48,10 @@ class Placement:
 
 
 class Memory(Protocol):
-    """Of slots that are not all there at once. Bytes [begin, end)."""
+    """Of slots that are not all there at once. Bytes [begin, end). `by_writing`: what is used is real memory once it is
+    written, else at once."""
+
+    by_writing: bool
 
     def use(self, begin: int, end: int) -> None:
         """To be called before anything is written there. Raises MemoryError, RuntimeError."""
@@ -222,6 +225,8 @@ class Cuda:
 class Reserved:
     """Addresses of the system's memory. A page is there once it is written, and until it is given back."""
 
+    by_writing = True
+
     def __init__(self, nbytes: int) -> None:
         """Raises OSError where there are not as many addresses."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
@@ -240,6 +245,8 @@ class Reserved:
 class Registered(Reserved):
     """The same, which a device sees: whole segments, as far as any of their bytes is used. What is registered is real
     memory, whether it was written or not."""
+
+    by_writing = False
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
