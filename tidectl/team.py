@@ -1,7 +1,7 @@
 """The nodes of a run, as `tidectl` on rank 0's machine asks them: this one by a call, the others over ssh."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -46,16 +46,15 @@ class Team:
         self, requests: Sequence[tuple[Here | Peer, Request]], kind: type[Kind], timeout_s: float = ANSWER_S
     ) -> list[Kind | TideError]:
         """All at the same time; an answer a request, or why there is none."""
-
-        def ask(pair: tuple[Here | Peer, Request]) -> Kind | TideError:
-            try:
-                return pair[0].ask(pair[1], kind, timeout_s)
-            except TideError as error:
-                return error
-
         if len(requests) == 1:
-            return [ask(requests[0])]
-        return list(self._pool.map(ask, requests))
+            return [_answer(requests[0][0], requests[0][1], kind, timeout_s)]
+        return list(self._pool.map(lambda pair: _answer(pair[0], pair[1], kind, timeout_s), requests))
+
+    def begin(
+        self, member: Here | Peer, request: Request, kind: type[Kind], timeout_s: float
+    ) -> "Future[Kind | TideError]":
+        """One question, whose answer is looked for later; one at a time for each member."""
+        return self._pool.submit(_answer, member, request, kind, timeout_s)
 
     def all(
         self, requests: Sequence[tuple[Here | Peer, Request]], kind: type[Kind], timeout_s: float = ANSWER_S
@@ -86,6 +85,13 @@ class Team:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _answer(member: Here | Peer, request: Request, kind: type[Kind], timeout_s: float) -> Kind | TideError:
+    try:
+        return member.ask(request, kind, timeout_s)
+    except TideError as error:
+        return error
 
 
 def _connected(peer: Peer) -> About | TideError:

@@ -141,6 +141,46 @@ def test_logs_are_followed_on_both_nodes(tidectl: Tidectl, profile: Path, there:
     assert (following.returncode, words) == (0, "the ranks have ended\n")
 
 
+def test_logs_go_on_behind_a_lost_connection_and_beside_one_that_hangs(
+    tidectl: Tidectl, profile: Path, state: Path, hosts: Path, there: Path
+) -> None:
+    def add(directory: Path, rank: int, text: str) -> None:
+        with (directory / "logs" / f"rank-{rank}.log").open("a") as log:
+            log.write(f"{text}\n")
+
+    def connection() -> int:
+        """The process that stands for ssh, 0 where there is none."""
+        tasks = Path(f"/proc/{follow.pid}/task").glob("*/children")
+        return int(next((pid for task in tasks for pid in task.read_text().split()), 0))
+
+    assert tidectl("start", str(profile)).exit_code == 0
+    command = [sys.executable, "-m", "tidectl.main", "logs", "-f"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follow:
+        assert follow.stdout is not None
+        first = {follow.stdout.readline() for _ in range(2)}
+        lost = connection()
+        fails(hosts, "hang")
+        add(there, 1, "beforehand")
+        assert follow.stdout.readline() == "rank 1 | beforehand\n"
+        os.killpg(lost, signal.SIGKILL)
+        within(20, lambda: connection() not in (0, lost))
+        hung = connection()
+        add(state, 0, "beside")
+        add(there, 1, "meanwhile")
+        assert follow.stdout.readline() == "rank 0 | beside\n"
+        assert connection() == hung
+        fails(hosts, "")
+        os.killpg(hung, signal.SIGKILL)
+        assert follow.stdout.readline() == "rank 1 | meanwhile\n"
+        add(there, 1, "afterwards")
+        assert follow.stdout.readline() == "rank 1 | afterwards\n"
+        assert tidectl("stop").exit_code == 0
+        rest, words = follow.communicate(timeout=30)
+    assert len(first) == 2
+    assert set(rest.splitlines()) == {"rank 0 | rank 0 ends", "rank 1 | rank 1 ends"}
+    assert (follow.returncode, words) == (0, "the ranks have ended\n")
+
+
 @pytest.mark.parametrize(
     ("mode", "code", "words"),
     [
