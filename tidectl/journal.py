@@ -17,14 +17,16 @@ class Journal:
 
     def __init__(self, rank: int, units: Sequence[Unit]) -> None:
         self.rank, self._cursor = rank, ""
+        self._since_s = time.time()  # until a line has told a cursor
         self._unit = next((unit for unit in units if unit.rank == rank), None)
 
     def last(self, lines: int, all_runs: bool = False) -> list[Line]:
+        self._since_s = time.time()
         match = [f"_SYSTEMD_INVOCATION_ID={self._unit.invocation}"] if self._unit and not all_runs else self._names()
         return self._read([*match, f"--lines={min(lines, MOST_LINES)}"])
 
     def added(self) -> list[Line]:
-        behind = f"--after-cursor={self._cursor}" if self._cursor else "--since=now"
+        behind = f"--after-cursor={self._cursor}" if self._cursor else f"--since=@{self._since_s:.6f}"
         return self._read([*self._names(), behind])
 
     def rest(self) -> list[Line]:
@@ -37,7 +39,8 @@ class Journal:
         return [f"--unit={self._unit.name if self._unit else f'tided@*:{self.rank}.service'}"]
 
     def _read(self, arguments: Sequence[str]) -> list[Line]:
-        text = units.run(["journalctl", "--quiet", "--no-pager", "--output=json", *arguments])
+        # --all: without it fields of more than 4096 bytes are null.
+        text = units.run(["journalctl", "--quiet", "--no-pager", "--all", "--output=json", *arguments])
         records = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
         if records:
             self._cursor = records[-1]["__CURSOR"]

@@ -3,6 +3,7 @@ units: `make test-systemd`.)"""
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,8 +38,13 @@ class Manager:
             return self.shown.pop(0) if len(self.shown) > 1 else self.shown[0]
         self.commands.append([word for word in command if not word.startswith("--no")])
         if command[0] == "journalctl":
-            return "".join(json.dumps(record) + "\n" for record in self.journal)
+            return "".join(json.dumps(_given(record, "--all" in command)) + "\n" for record in self.journal)
         return ""
+
+
+def _given(record: dict[str, object], whole: bool) -> dict[str, object]:
+    """journalctl(1): fields larger than 4096 bytes are encoded as null unless --all."""
+    return {name: value if whole or len(str(value)) <= 4096 else None for name, value in record.items()}
 
 
 @pytest.fixture
@@ -182,3 +188,26 @@ def test_the_journal_reads_like_a_log(manager: Manager, tmp_path: Path, monkeypa
     assert log.added() == []
     assert "--after-cursor=c2" in manager.commands[-1]
     assert "--unit=tided@mini-deepseek:1.service" in manager.commands[-1]
+
+
+def test_a_unit_that_has_written_nothing_yet_is_followed(manager: Manager, tmp_path: Path) -> None:
+    """`logs -f -n 0` too: what comes is looked for from one and the same moment on, until there is a first line."""
+    manager.shown = [block("mini-deepseek:1", "active", "running", PID)]
+    log = runner.log_of(tmp_path / "state", 1)
+    before_s = time.time()
+    assert log.last(0) == []
+    after_s = time.time()
+    for _ in range(2):
+        assert log.added() == []
+        since = next(word for word in manager.commands[-1] if word.startswith("--since=@"))
+        assert before_s <= float(since.partition("@")[2]) + 1e-6 <= after_s + 2e-6
+    manager.journal = [{"MESSAGE": "first", "__REALTIME_TIMESTAMP": "1700000000123456", "__CURSOR": "c1"}]
+    assert [text.rpartition(" ")[2] for _, text in log.added()] == ["first"]
+    log.added()
+    assert "--after-cursor=c1" in manager.commands[-1]
+
+
+def test_a_long_line_of_the_journal_is_one(manager: Manager, tmp_path: Path) -> None:
+    manager.shown = [block("mini-deepseek:1", "active", "running", PID)]
+    manager.journal = [{"MESSAGE": "x" * 5000, "__REALTIME_TIMESTAMP": "1700000000123456", "__CURSOR": "c1"}]
+    assert [len(text.rpartition(" ")[2]) for _, text in runner.log_of(tmp_path / "state", 1).last(9)] == [5000]
