@@ -39,6 +39,17 @@ def test_a_stream_is_timed_from_its_first_token_to_its_last() -> None:
     assert (found.prompt_tokens, found.cached_tokens, found.counted) == (7, 0, True)
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thought_counts_from_its_first_token_by_whatever_name_it_comes(name: str) -> None:
+    heard = measure._Heard()
+    for at_s in range(1, 100):
+        heard.take(read_part({"choices": [{"index": 0, "delta": {name: "x"}}]}, "x"), float(at_s))
+    heard.take(read_part({"choices": [{"index": 0, "delta": {"content": "y"}}]}, "x"), 100.0)
+    heard.take(read_part({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 100}}, "x"), 100.0)
+    found = measure._measured(heard, 0.0)
+    assert (found.ttft_s, found.decode_s, found.tok_s) == (1.0, 99.0, 1.0)
+
+
 def test_without_a_count_of_the_server_its_chunks_are_counted_and_that_is_said() -> None:
     heard = measure._Heard()
     for at_s in (1.0, 2.0, 3.0):

@@ -42,7 +42,7 @@ class _Heard:
         self.usage, self.stats = part.usage or self.usage, part.x_engine_stats or self.stats
         for choice in part.choices:
             self.finish_reason = choice.finish_reason or self.finish_reason
-            if text := (choice.delta.reasoning_content or "") + (choice.delta.content or ""):
+            if text := choice.delta.thought + (choice.delta.content or ""):
                 self.first_s, self.last_s = self.first_s or now_s, now_s
                 self.chunks += 1
                 self.text.update(text.encode(errors="surrogatepass"))
