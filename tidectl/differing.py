@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tidectl.node_messages import Declared, Facts
 from tidectl.nodes import Node
 from tidectl.peers import NODE, Peer
-from tidectl.sent import text_of
+from tidectl.sent import text_for_peer
 from tided import guard
 from tided.errors import GuardError, TideError
 from tided.settings import Settings
@@ -28,7 +28,7 @@ class Rank(NamedTuple):
 
 def declared(settings: Settings, nodes: Sequence[Node]) -> list[Rank]:
     """Of every rank, rank 0's first. This machine is asked by a process of its own: torch stays out of this one."""
-    text = text_of(settings)
+    text = text_for_peer(settings)
     with ThreadPoolExecutor(len(nodes)) as pool:
         found = list(pool.map(lambda node: _of_node(node, text), nodes))
     return sorted((rank for ranks in found for rank in ranks), key=lambda rank: rank.rank)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import tomli
+from msgspec.structs import replace
 
 from tided.errors import ConfigError
 from tided.profile.schema import SECTIONS
@@ -23,6 +24,12 @@ Tables = dict[str, dict[str, Any]]
 
 def text_of(settings: Settings) -> str:
     return _dump(msgspec.to_builtins(settings))
+
+
+def text_for_peer(settings: Settings) -> str:
+    """Rank 0 alone serves: its address and its API keys are no other node's matter, and need not lie there."""
+    server = replace(settings.server, host="127.0.0.1", api_keys_file="", api_keys_credential="")
+    return text_of(replace(settings, server=server))
 
 
 def adapted(text: str, state_dir: Path) -> str:

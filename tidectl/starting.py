@@ -17,7 +17,7 @@ from tidectl.node_messages import Begin, Done, End, Ends, Look, Prepare, Prepare
 from tidectl.nodes import Node
 from tidectl.peers import Peer
 from tidectl.processes import POLL_S
-from tidectl.sent import text_of
+from tidectl.sent import text_for_peer
 from tidectl.team import Here, Team
 from tidectl.waiting import Item
 from tided.control.state import RankState
@@ -86,7 +86,7 @@ class Start:
         watch([Item("other nodes", "checking the profile")])
         named = self._settings.parallel.key_file
         path = Path(named or runner.key_file(self._state_dir))
-        keys, text = load_keys(path, create=True), text_of(self._settings)
+        keys, text = load_keys(path, create=True), text_for_peer(self._settings)
         secret = "" if named else path.read_text()
         requests = [
             (peer, Prepare(self._profile.stem, text, peer.node.host, list(peer.node.ranks), secret, keys.leader.public))

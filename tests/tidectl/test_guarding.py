@@ -60,6 +60,16 @@ def test_nodes_that_agree_then_one_with_another_tokenizer(
     assert "the ranks differ" in ran.stderr
 
 
+@pytest.mark.usefixtures("hosts")
+def test_no_node_but_rank_0s_needs_its_api_keys(
+    tidectl: Tidectl, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load(profile)
+    gone = replace(settings, server=replace(settings.server, host="0.0.0.0", api_keys_file=str(tmp_path / "gone")))
+    monkeypatch.setattr(guarding, "check_profile", lambda _: gone)
+    assert tidectl("guard", str(profile)).exit_code == 0
+
+
 def test_a_profile_that_no_memory_of_the_machine_could_hold(profile: Path, state: Path) -> None:
     state.mkdir()
     settings = load(profile)

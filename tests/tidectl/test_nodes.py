@@ -236,6 +236,30 @@ def test_what_a_peer_refuses_is_told_with_its_name(
     assert f'path = "{there / "mine"}"' in sent  # of the state directory, wherever the profile is kept
 
 
+def test_api_keys_lie_on_rank_0s_node_alone(
+    tidectl: Tidectl, profile: Path, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "api-keys"
+    keys.write_text("one\n")
+    text = profile.read_text().replace("[server]", "[server]\nhost = '0.0.0.0'\napi_keys_file = 'api-keys'")
+    profile.write_text(text)
+    prepare = starting.Start._prepare
+
+    def elsewhere(start: starting.Start, watch: starting.Watch) -> None:
+        """Both nodes are this machine: the file is away while the other one looks."""
+        keys.rename(tmp_path / "away")
+        prepare(start, watch)
+        (tmp_path / "away").rename(keys)
+
+    monkeypatch.setattr(starting.Start, "_prepare", elsewhere)
+    ran = tidectl("start", str(profile))
+    assert ran.exit_code == 0, ran.stderr
+    sent = load(there / "profile.toml").server
+    assert (sent.host, sent.api_keys_file, sent.allow_open) == ("127.0.0.1", "", False)
+    assert profile.read_text() == text
+    assert tidectl("stop").exit_code == 0
+
+
 def test_a_peer_where_something_runs_is_named(
     tidectl: Tidectl, profile: Path, there: Path, state: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from tidectl.doctor.check import Finding, Verdict, fail
 from tidectl.doctor.examine import Result
 from tidectl.doctor.machine import Machine, Ran
 from tidectl.doctor.peers import SSH
-from tidectl.sent import text_of
+from tidectl.sent import text_for_peer
 from tided.settings import Settings
 
 LIMIT_S, DEEP_LIMIT_S = 300.0, 6 * 3600.0
@@ -37,7 +37,7 @@ class Remote:
         self.host, self._limit_s = host, DEEP_LIMIT_S if deep else LIMIT_S
         words = [sys.executable, "-P", "-m", "tidectl.main", "doctor", "-", "--here", "--json", *["--deep"] * deep]
         self._ran: Ran | None = None
-        text = text_of(settings).encode()
+        text = text_for_peer(settings).encode()
 
         def run() -> None:
             self._ran = machine.run([*SSH, host, shlex.join(words)], self._limit_s, text)
