@@ -1,10 +1,12 @@
 """POST /v1/completions: raw prompts, several of them, in a stream and whole."""
 
 import re
+import threading
 
 import pytest
 from scripted_engine import data
 
+from tided.api.logprob_json import LogprobJson
 from tided.chat.deepseek_v41 import BOS
 from tided.chat.messages import Segment
 from tided.engine.types import Scored, TokenLogprob, Tokens
@@ -241,6 +243,47 @@ async def test_what_one_reply_tells_of_a_prompt_is_bounded(server, engine, monke
     assert error["param"] == "prompt"
     scores_of(engine)
     await server.ask({"prompt": [5] * 33, "prompt_logprobs": 2, "max_tokens": 0}, **PATH)
+
+
+@pytest.mark.parametrize(
+    ("fields", "each"),
+    [({"prompt_logprobs": 2}, 3), ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, 5)],
+    ids=["by id", "in both shapes"],
+)
+async def test_all_choices_of_one_reply_count_together(server, engine, monkeypatch, fields, each):
+    body = {"prompt": [[5] * 10] * 8, "n": 4, "max_tokens": 0, **fields}
+    scores_of(engine)
+    monkeypatch.setattr("tided.api.completions_request.MAX_SCORES", 8 * 4 * 10 * each - 1)
+    error = await server.refused(body, **PATH)
+    assert error["param"] == "prompt"
+    monkeypatch.setattr("tided.api.completions_request.MAX_SCORES", 8 * 4 * 10 * each)
+    status, reply = await server.ask(body, **PATH)
+    assert (status, len(reply["choices"])) == (200, 32)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("long", [False, True])
+async def test_a_long_reply_is_written_beside_the_loop(server, engine, monkeypatch, stream, long):
+    """The loop feeds the service manager's watchdog."""
+    monkeypatch.setattr("tided.api.exchange.MOST_AT_ONCE", 100)
+    threads, by_id = set(), LogprobJson.by_id
+    monkeypatch.setattr(LogprobJson, "by_id", lambda *given: threads.add(threading.get_ident()) or by_id(*given))
+    scores_of(engine)
+    body = {"prompt": [[5] * (12 if long else 4)] * 2, "n": 4, "prompt_logprobs": 2, "max_tokens": 0}
+    reply = data(await server.stream(body, **PATH)) if stream else [(await server.ask(body, **PATH))[1]]
+    told = {one["index"] for chunk in reply for one in chunk["choices"] if "prompt_logprobs" in one}
+    assert told == set(range(8))
+    assert (threading.get_ident() in threads) is not long
+
+
+async def test_a_long_answer_s_probabilities_are_written_beside_the_loop_too(server, engine, monkeypatch):
+    monkeypatch.setattr("tided.api.exchange.MOST_AT_ONCE", 10)
+    threads, listed = set(), LogprobJson.listed
+    monkeypatch.setattr(LogprobJson, "listed", lambda *given: threads.add(threading.get_ident()) or listed(*given))
+    engine.script("a long answer of more than a few tokens")
+    await server.ask({"prompt": "a", "logprobs": 5}, **PATH)
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_a_spelled_token_takes_its_place_in_the_text(server, engine):

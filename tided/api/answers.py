@@ -62,6 +62,14 @@ class Answers:
             raise faults[0]
         return [(at, delta) for at, task in ended for delta in task.result() or ()] if ended else None
 
+    @property
+    def prompt_logprobs(self) -> int:
+        return sum(generation.prompt_logprobs for generation in self.generations)
+
+    @property
+    def answer_logprobs(self) -> int:
+        return sum(generation.answer_logprobs for generation in self.generations)
+
     def close(self) -> None:
         for task in self._waits.values():
             task.cancel()

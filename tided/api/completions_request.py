@@ -26,8 +26,9 @@ from tided.engine.types import Request
 from tided.errors import ContextOverflowError, RequestError
 
 MAX_PROMPTS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, DEFAULT_MAX_TOKENS = 8, 5, 100, 16
-MAX_SCORES = 2_000_000
-"""Log probabilities of a prompt's tokens that one reply holds: they are kept until it is told."""
+MAX_SCORES = 400_000
+"""Log probabilities of prompts' tokens that one reply holds, all its choices together: they are kept until it is told,
+and are some 30 MB of JSON then, two seconds of a processor's time."""
 
 
 class PreparedCompletion(msgspec.Struct, frozen=True):
@@ -67,15 +68,14 @@ def _prepared(fields: Fields, served: ServedModel, alive: Callable[[], None]) ->
         refuse("adapt", "false is for prompts that are scored, without an answer (max_tokens 0)")
     # The engine always draws one: of a prompt that is only looked at it is not told.
     max_tokens = DEFAULT_MAX_TOKENS if chat.max_tokens is None else max(chat.max_tokens, 1)
-    prepared, echoes = [], []
+    prepared, echoes, scores = [], [], 0
     for at, prompt in enumerate(_prompts(fields)):
         ids = _ids(fields, prompt, served, max_tokens, alive)
         if len(ids) + max_tokens > served.context_tokens:
             raise ContextOverflowError(served.context_tokens, len(ids), max_tokens)
-        if told and len(ids) * (1 + max(told)) > MAX_SCORES:
-            refuse(
-                "prompt", f"{len(ids)} tokens with {max(told)} log probabilities each, at most {MAX_SCORES} are told"
-            )
+        scores += len(ids) * sum(1 + most for most in told) * chat.n
+        if scores > MAX_SCORES:
+            refuse("prompt", f"{scores} log probabilities, a reply tells at most {MAX_SCORES}: ask for fewer at a time")
         request = Request(
             request_id=reply_id,
             prompt_ids=ids,

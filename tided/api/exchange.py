@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
@@ -16,9 +17,10 @@ from tided.api.slots import SHORT_BYTES, Alive
 from tided.api.sse import EventStream, ReaderStalledError
 from tided.errors import RequestError
 
+MOST_AT_ONCE = 5_000
+"""Log probabilities that the loop itself writes, in some 25 ms; a reply of more is written by a thread beside it."""
+
 T = TypeVar("T")
-
-
 P = TypeVar("P")
 P_co = TypeVar("P_co", covariant=True)
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -32,6 +34,14 @@ class Running(Protocol[P_co]):
 
     @property
     def over(self) -> bool: ...
+
+    @property
+    def prompt_logprobs(self) -> int:
+        """Log probabilities that the reply tells of prompts."""
+        ...
+
+    @property
+    def answer_logprobs(self) -> int: ...
 
     async def next(self, timeout_s: float) -> Sequence[P_co] | None:
         """The next pieces, possibly none; None when nothing came in time. Raises the engine's fault."""
@@ -90,7 +100,14 @@ async def answer_whole(context: Context, generation: Running[P], writer: Writer[
     deltas: list[P] = []
     while not generation.over:
         deltas += await generation.next(context.limits.keepalive_s) or ()
-    return web.Response(text=to_json(writer.reply(deltas)), content_type="application/json", charset="utf-8")
+    logprobs = generation.prompt_logprobs + generation.answer_logprobs
+    text = await _written(context, logprobs, lambda: to_json(writer.reply(deltas)))
+    return web.Response(text=text, content_type="application/json", charset="utf-8")
+
+
+async def _written(context: Context, logprobs: int, write: Callable[[], str]) -> str:
+    """The loop answers peers and the service manager: what takes seconds to write would be taken for a hang."""
+    return write() if logprobs <= MOST_AT_ONCE else await context.slots.write(write)
 
 
 async def answer_in_pieces(
@@ -99,7 +116,7 @@ async def answer_in_pieces(
     stream = EventStream(request, context.limits.stall_s)
     try:
         await stream.open()
-        await _send_answer(stream, context.limits.keepalive_s, generation, writer, note)
+        await _send_answer(stream, context, generation, writer, note)
         return await stream.close()
     except (ReaderStalledError, TimeoutError, ConnectionError):
         note.outcome = "reader gone"
@@ -107,13 +124,19 @@ async def answer_in_pieces(
 
 
 async def _send_answer(
-    stream: EventStream, keepalive_s: float, generation: Running[P], writer: Writer[P], note: Note
+    stream: EventStream, context: Context, generation: Running[P], writer: Writer[P], note: Note
 ) -> None:
     """The status is sent: from here on a fault is an event of the stream."""
+    keepalive_s = context.limits.keepalive_s
+
+    def text(deltas: Sequence[P]) -> str:
+        return (writer.begin() if generation.started else "") + writer.pieces(deltas)
+
     try:
         while not generation.over:
             deltas = await generation.next(max(keepalive_s - stream.silent_s, 0))
-            await stream.write((writer.begin() if generation.started else "") + writer.pieces(deltas or ()))
+            # What is told of an answer's tokens goes with each piece; what is told of a prompt goes at once.
+            await stream.write(await _written(context, generation.prompt_logprobs, partial(text, deltas or ())))
             # Also while the engine works: what it draws may be hidden, or held back until it is clear what it is.
             if stream.silent_s >= keepalive_s:
                 await stream.write(writer.silence())

@@ -150,6 +150,18 @@ class Generation:
 
     # The answer's figures
 
+    @property
+    def prompt_logprobs(self) -> int:
+        """That a reply tells, about: more where it tells them in two shapes."""
+        request = self.prepared.request
+        return len(request.prompt_ids) * (1 + request.scored_top) if request.scored else 0
+
+    @property
+    def answer_logprobs(self) -> int:
+        """That a whole reply tells, so far."""
+        told = self.prepared.request.logprobs
+        return 0 if told is None else self.reader.tokens * (1 + told)
+
     def usage(self) -> dict[str, Any]:
         prompt, completion = len(self.prepared.request.prompt_ids), self.completion_tokens
         return usage_of(prompt, completion, self.cached_tokens, self.reader.reasoning_tokens, self.image_tokens)

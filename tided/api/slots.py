@@ -1,4 +1,4 @@
-"""Threads for the work between a body and the engine: few, and none for a client that has gone."""
+"""Threads between a body and the engine, and for long replies: few, and none for a client that has gone."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ T = TypeVar("T")
 # Up to so many bytes a body is short. Short ones never wait behind a long one, and long ones are worked on one by one:
 # one unfolds, and one holds the interpreter while it is parsed.
 SHORT_BYTES = 1 << 18
-_SHORT_THREADS, _LONG_THREADS = 2, 1
+_SHORT_THREADS, _LONG_THREADS, _REPLY_THREADS = 2, 1, 1
 
 
 class AbandonedError(Exception):
@@ -36,13 +36,15 @@ class Alive:
 
 
 class Slots:
-    """`wait_s`: longest time for a slot and the work. The executor has no queue: who waits, waits on the loop, and
-    leaves it with its body when it is cancelled."""
+    """`wait_s`: longest time for a slot and the work on a body. The executor has no queue: who waits, waits on the
+    loop, and leaves it with its body when it is cancelled."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
         self._short, self._long = asyncio.Semaphore(_SHORT_THREADS), asyncio.Semaphore(_LONG_THREADS)
-        self._executor = ThreadPoolExecutor(_SHORT_THREADS + _LONG_THREADS, thread_name_prefix="prepare")
+        self._reply = asyncio.Semaphore(_REPLY_THREADS)
+        threads = _SHORT_THREADS + _LONG_THREADS + _REPLY_THREADS
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
 
     async def run(self, size_bytes: int, work: Callable[[Alive], T]) -> T:
         """The work's result, computed in a thread. Raises RequestError 503 when it takes too long."""
@@ -60,6 +62,14 @@ class Slots:
             ) from None
         finally:
             alive.end()
+
+    async def write(self, work: Callable[[], str]) -> str:
+        """A long reply, written in a thread; one at a time, since each holds the interpreter. What has been computed
+        is not refused any more: it waits for those before it, which are as long as a reply may be."""
+        await self._reply.acquire()
+        future = self._executor.submit(work)
+        _release_after(future, self._reply)
+        return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
