@@ -236,6 +236,29 @@ async def test_a_fault_of_the_publisher_ends_the_streams(server, shown, caplog):
     assert "could not be published" in caplog.text
 
 
+@pytest.mark.parametrize("ticks", [1, 2 * QUEUE], ids=["some events", "more than wait"])
+@pytest.mark.parametrize("before", [0, 1, 2 * QUEUE], ids="{} before".format)
+async def test_who_is_slow_when_the_streams_end_finds_the_end(shown, before, ticks):
+    """The publisher goes on until it is cancelled, and may tell of more while a viewer still takes what was before."""
+    watched, copy, first = Viewers(shown, "m"), Copy(), shown.map_cells
+    stream = watched.follow(0.2)
+    copy.take(await anext(stream))
+
+    def goes_on(count: int) -> None:
+        for _ in range(count):
+            shown.map_cells = bytes([(shown.map_cells[0] + 1) % 64, *shown.map_cells[1:]])
+            watched.publish(0.0, 0.0)
+
+    goes_on(before)
+    at_the_end = shown.map_cells
+    watched.close()
+    goes_on(ticks)
+    await asyncio.wait_for(read(copy, stream), 10)
+    # What waited is told; who was skipped would have begun anew.
+    assert bytes(copy.cells) == (at_the_end if before < QUEUE else first)
+    assert watched.count == 0
+
+
 async def test_who_reads_nothing_is_given_up(serve, shown, monkeypatch):
     monkeypatch.setattr(viewers, "CELLS_EVERY_S", 0.002)
     server = await serve(FAST_STALL)

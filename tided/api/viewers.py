@@ -45,18 +45,25 @@ STATES = ("not_loaded", "resident", "transient", "loading")
 
 
 class Viewer:
-    """The events that wait for one reader; None: the last."""
+    """The events that wait for one reader."""
 
     def __init__(self) -> None:
-        self.events: deque[str | None] = deque()
+        self.events: deque[str] = deque()
         self.skipped = False  # it was too slow: it is to begin anew
+        self.ended = False  # nothing comes any more, whoever publishes
         self.arrived = asyncio.Event()
 
-    def put(self, event: str | None) -> None:
+    def put(self, event: str) -> None:
+        if self.ended:
+            return
         if len(self.events) >= QUEUE:
             self.events.clear()
             self.skipped = True
         self.events.append(event)
+        self.arrived.set()
+
+    def end(self) -> None:
+        self.ended = True
         self.arrived.set()
 
 
@@ -84,28 +91,28 @@ class Viewers:
         viewer = self._enter()
         try:
             while True:
-                if not viewer.events:
+                if not viewer.events and not viewer.ended:
                     viewer.arrived.clear()
                     try:
                         await asyncio.wait_for(viewer.arrived.wait(), silence_s)
                     except TimeoutError:
                         yield comment("keep-alive")
                         continue
-                found = list(viewer.events)
+                text, skipped = "".join(viewer.events), viewer.skipped
                 viewer.events.clear()
-                if viewer.skipped:
-                    viewer.skipped, found = False, [None] if found[-1] is None else [self.whole()]
-                if text := "".join(event for event in found if event is not None):
-                    yield text
-                if found[-1] is None:
+                viewer.skipped = False
+                if viewer.ended:
+                    if text and not skipped:
+                        yield text
                     return
+                yield self.whole() if skipped else text
         finally:
             self._open.discard(viewer)
 
     def close(self) -> None:
         """The server ends: so do all streams."""
         self._closed = True
-        self._tell(None)
+        self._end()
 
     async def run(self) -> None:
         """Publishes until it is cancelled. Where that fails, who looks is told by the end of its stream."""
@@ -114,7 +121,7 @@ class Viewers:
                 self.publish(time.monotonic(), time.time())
             except Exception:
                 log.exception("the expert map could not be published")
-                self._tell(None)
+                self._end()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._came.wait(), CELLS_EVERY_S if self._open else EVERY_S)
             self._came.clear()
@@ -200,9 +207,13 @@ class Viewers:
             **{name: figures.get(name) for name in _FIGURES},
         }
 
-    def _tell(self, event: str | None) -> None:
+    def _tell(self, event: str) -> None:
         for viewer in self._open:
             viewer.put(event)
+
+    def _end(self) -> None:
+        for viewer in self._open:
+            viewer.end()
 
 
 _FIGURES = (
