@@ -267,6 +267,22 @@ def test_a_device_with_memory_of_its_own_is_judged_beside_the_system(tmp_path, m
     assert largest_budget(model, [Node(True, 90 << 30, less)], started=True) == 79
 
 
+def test_no_budget_fits_where_the_system_is_short_beside_a_device_of_its_own(monkeypatch):
+    """Residents lie on the device: fewer of them leave no more room on the host."""
+    cache = Cache(context_tokens=1024, pool_tokens=1 << 24, prefix_ram_bytes=50_000_000_000)
+    model = with_settings(engine=Engine(device="cuda"), cache=cache)
+    node = Node(True, 32 << 30, 1 << 50)
+    context = next(need.nbytes for need in needs(model, 0, apart=True) if need.what == "context")
+    assert largest_budget(model, [node], started=True) is None
+    assert largest_budget(model, [node._replace(free_bytes=64 << 30)], started=True) == 80
+    assert context < 50_000_000_000
+    for larger in (model, with_settings(engine=ON_CUDA, cache=replace(cache, pool_tokens=1 << 30))):
+        monkeypatch.setattr(devices, "here", lambda settings: node)
+        with pytest.raises(UnavailableError, match=r"no budget of experts fits beside 50.0 GB of cached prompts"):
+            refuse_shortage(larger, 0)
+    assert next(need.nbytes for need in needs(larger, 0) if need.what == "context") > 50_000_000_000
+
+
 def test_ranks_of_a_host_share_its_memory(monkeypatch):
     model = with_settings(parallel=Parallel(ranks=2))
     both = asked_of(model, 0, 1)

@@ -12,6 +12,7 @@ from tided.control.memory import available_bytes
 from tided.engine.memory import (
     RESIDENTS,
     Gate,
+    Need,
     Node,
     gates,
     gb,
@@ -152,10 +153,18 @@ def _what_fits(opened: "OpenedModel", node: Node) -> str:
     """Judged as if every node were like this one."""
     fits = largest_budget(opened, [node] * len(hosts(opened.settings)), started=True)
     if fits is None:
-        found = [need for rank in range(len(hosts(opened.settings))) for need in needs(opened, rank, node.apart)]
-        most = max((need for need in found if need.what != RESIDENTS), key=lambda need: need.nbytes)
+        most = max(_beside_residents(opened, node), key=lambda need: need.nbytes)
         return f"no budget of experts fits beside {gb(most.nbytes)} of {most.what} ({most.setting}): see `tidectl plan`"
     return f"experts.resident = {fits} fits; lower that, or cache.pool_tokens (`tidectl plan` shows both)"
+
+
+def _beside_residents(opened: "OpenedModel", node: Node) -> list[Need]:
+    """Of all ranks; where the system's memory is short beside a device that has its own, what lies there."""
+    ranks = range(len(hosts(opened.settings)))
+    judged = [gate for rank in ranks for gate in gates(opened, rank, node, started=True)]
+    short = node.apart and any(not (gate.passes or gate.name.endswith("device")) for gate in judged)
+    found = [need for rank in ranks for need in needs(opened, rank, node.apart)]
+    return [need for need in found if need.what != RESIDENTS and (need.system or not short)]
 
 
 def _listed(opened: "OpenedModel", rank: int) -> str:

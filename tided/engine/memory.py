@@ -169,7 +169,7 @@ def with_resident(opened: "OpenedModel", resident: int) -> "OpenedModel":
 def largest_budget(
     opened: "OpenedModel", nodes: Sequence[Node], started: bool, known: Mapping[int, Sequence[Need]] | None = None
 ) -> int | None:
-    """The largest `experts.resident` with which both gates pass on every rank; None: not even the least. `nodes`: of
+    """The largest `experts.resident` with which all gates pass on every rank; None: not even the least. `nodes`: of
     each rank; `known`: their `needs`, if they are."""
     shape = opened.shape
     least, most = shape.moe_layers * shape.top_k, shape.moe_layers * shape.experts_per_layer
@@ -189,13 +189,15 @@ def largest_budget(
 
 
 def _room(opened: "OpenedModel", rank: int, node: Node, started: bool, known: Mapping[int, Sequence[Need]]) -> int:
-    """Bytes of residents that each rank of the node may have."""
-    one = resident_bytes(opened)
-    return min(
-        (gate.free_bytes - gate.asked_bytes) // _holders(gate, opened, rank, node) + one
-        for gate in gates(opened, rank, node, started, known)
-        if _holders(gate, opened, rank, node)
-    )
+    """Bytes of residents that each rank of the node may have; below 0 where a memory is short in which none lie."""
+    one, room = resident_bytes(opened), []
+    for gate in gates(opened, rank, node, started, known):
+        holders = _holders(gate, opened, rank, node)
+        if holders:
+            room.append((gate.free_bytes - gate.asked_bytes) // holders + one)
+        elif not gate.passes:
+            return -1
+    return min(room)
 
 
 def _holders(gate: Gate, opened: "OpenedModel", rank: int, node: Node) -> int:
