@@ -296,6 +296,27 @@ def test_the_forecast_is_what_happens(tmp_path):
     pair.close()
 
 
+def test_who_follows_a_change_costs_no_forecast(tmp_path, monkeypatch):
+    """The whole one takes longer than a decode step: it looks at every pair."""
+    one = model(1, 40)
+    pair = Living(one, pilot_of(one, tmp_path))
+    pair.submit(ask("a"))
+    pair.rest()
+    assert told(pair, 60).applied
+    pair.turn(2)
+    budgets, residents = pair.engine.budgets, pair.ranks[0].residents
+    whole = budgets.forecast(60)
+    with monkeypatch.context() as patched:
+        patched.setattr(budgets, "_filled", lambda *_: pytest.fail("the best set was looked for"))
+        patched.setattr(type(residents), "pairs", property(lambda _: pytest.fail("every resident was looked at")))
+        now = told(pair, apply=False)
+    assert now.changing
+    assert (now.covered, now.come) == (now.covered_now, 60 - now.held)
+    assert replace(now, covered=whole.covered) == whole
+    assert everywhere(pair) == [60]
+    pair.close()
+
+
 def test_where_sizes_differ_a_budget_is_bytes_of_mean_experts(tmp_path):
     one = model(1, 12, path=EXL3)
     pair = Living(one, pilot_of(one, tmp_path))

@@ -106,14 +106,17 @@ class Budgets:
     def forecast(self, resident: int | None = None, nbytes: int | None = None) -> Forecast:
         """Of so many experts, or as many as so many bytes on each rank hold; of neither: as it is. Raises RequestError
         for a budget that cannot be."""
+        if resident is None and nbytes is None:
+            return self._standing()
         shape, places = self._motion.hot.shape, self._residents.places
         least, most = shape.layers * self._motion.hot.floor, shape.layers * shape.experts
         if nbytes is not None:
             resident = self._of_bytes(nbytes)
-        target = self.resident if resident is None else resident
+        assert resident is not None
+        target = resident
         if not least <= target <= most:
             raise refusal(f"{target} experts: this model needs {least} to {most}")
-        scores, kinds = self._scores(), self._kinds()
+        scores = self._scores()
         now = list(self._residents.pairs)
         if target == self.resident:
             budget = Budget(places.residents, ())
@@ -137,8 +140,35 @@ class Budgets:
             round(covered(scores, now), 5),
             len(now),
             self.changing,
-            places.most is not None and (kinds is not None or self._residents.sizes is None),
+            self._may_change,
         )
+
+    def _standing(self) -> Forecast:
+        """As it is. Who follows a change asks this some times a second, between two steps: no pair is looked at."""
+        hot, places, held = self._motion.hot, self._residents.places, self._residents.count
+        layers, experts, _ = hot.shape
+        nbytes, now, served = places.resident_bytes, self.resident, round(hot.served(self._scores()), 5)
+        return Forecast(
+            resident=now,
+            resident_now=now,
+            resident_of_profile=self.of_profile,
+            experts=layers * experts,
+            least=layers * hot.floor,
+            bytes=nbytes,
+            bytes_now=nbytes,
+            leave=0,
+            come=max(0, sum(places.residents) - held),
+            covered=served,
+            covered_now=served,
+            held=held,
+            changing=self.changing,
+            may_change=self._may_change,
+        )
+
+    @property
+    def _may_change(self) -> bool:
+        alike = self._residents.sizes is None
+        return self._residents.places.most is not None and (alike or self._kinds() is not None)
 
     @property
     def owed_bytes(self) -> int:

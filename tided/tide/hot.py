@@ -110,6 +110,10 @@ class HotReads:
         """Sorted; those that leave with a swap are residents until it is published."""
         return [self._pair(int(index)) for index in np.flatnonzero(self._resident)]
 
+    def served(self, scores: Grid) -> float:
+        """Of `scores` [layers, experts], of which each layer sums to 1, what residents serve; see `tide.coverage`."""
+        return float(scores.ravel()[self._resident].sum() / self.shape.layers)
+
     def observe(self, pairs: npt.ArrayLike, weights: npt.ArrayLike, tokens: int) -> None:
         """The router's true top-k of `tokens` tokens, before residency, over all lanes: pairs [n] as layer * experts +
         expert, weights [n] as means over the rows of their layer that count (`Heat.observe`)."""
