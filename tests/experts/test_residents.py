@@ -65,6 +65,18 @@ def test_boot_fill_publishes_every_record_and_says_how_far_it_is():
     residents.check_integrity()
 
 
+def test_a_budget_that_the_arena_cannot_have_evicts_nobody():
+    """One place more than there are addresses for, and somebody who would make room."""
+    arena, io = Arena(RECORD, 12, 4, CPU, most=12), IoScheduler(FakeSource(), Depths(1, 1))
+    residents = Residents(arena, RoutingTables(3, 8, CPU), io, 3, 8, 2)
+    residents.fill(first(3, 4), quiet)
+    before = state(residents)
+    with pytest.raises(PairError, match="at most"):
+        residents.resize([13], [(0, 3)])
+    assert state(residents) == before
+    residents.check_integrity()
+
+
 def test_a_checkpoints_experts_lie_in_their_slots_on_both_ranks():
     pairs = first(LAYERS, 4)
     digests = set()

@@ -292,8 +292,11 @@ class Residents:
         self._check_floor(count)
         if len(set(evict)) != len(evict) or any(n > most for n, most in zip(of_kind, residents, strict=True)):
             raise PairError(f"{of_kind} experts would be left for {list(residents)} places")
-        if self.arena.most_residents is None:
+        most = self.arena.most_residents
+        if most is None:
             self.arena.resize(residents)  # says why not
+        elif any(n > limit for n, limit in zip(residents, most, strict=True)):
+            raise PairError(f"{list(residents)} places for residents: {list(most)} at most")
         self._set(dict.fromkeys(evict, -1))
         for pair in evict:
             self.arena.drop(pair)
