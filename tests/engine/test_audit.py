@@ -14,12 +14,14 @@ from tided.engine.types import Failed, Finished, Scored, Started, TokenLogprob, 
 from tided.errors import QueueFullError, RequestError
 
 
-def told(auditor: Auditor, name: str, ids: list[int], reason: str = "length", prompt: int = 4, **changes) -> None:
+def told(
+    auditor: Auditor, name: str, ids: list[int], reason: str = "length", prompt: int = 4, stats=None, **changes
+) -> None:
     auditor.opened(replace(request(name, prompt=prompt), **changes))
     auditor.heard(Started(name))
     for token in ids:
         auditor.heard(Tokens(name, [token]))
-    auditor.heard(Finished(name, reason, prompt, len(ids), {}))
+    auditor.heard(Finished(name, reason, prompt, len(ids), stats or {}))
 
 
 class FakeClient:
@@ -87,6 +89,23 @@ async def test_an_exact_answer_is_scored_once_and_a_guided_one_is_not_drawn_agai
     found = await auditor.audit(client, "b")
     assert (found.differ, found.differences, found.ends_alike) == (None, [], None)
     assert client.asked[-1].redrawn_from == 0
+
+
+async def test_whether_an_answer_that_went_in_circles_would_end_alike_is_not_known():
+    """No token ended it, and its audit looks for none: whatever is drawn there says nothing."""
+    auditor, client = Auditor(1000, 0.0, True), FakeClient(scored)
+    told(auditor, "a", [5], reason="stop", stats={"loop_break": True})
+    told(auditor, "b", [5], reason="stop", stats={"loop_break": False})
+    assert (await auditor.audit(client, "a")).ends_alike is None
+    assert (await auditor.audit(client, "b")).ends_alike is False
+
+
+async def test_one_that_is_not_remembered_may_have_been_ended_from_outside():
+    """At a client's stop string the API cancels it."""
+    auditor = Auditor(1000, 0.0, True)
+    told(auditor, "a", [5], reason="cancelled")
+    with pytest.raises(RequestError, match="a stop string"):
+        await auditor.audit(FakeClient(scored), "a")
 
 
 async def test_one_that_gave_way_begins_again_when_nobody_asks():

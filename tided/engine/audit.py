@@ -45,6 +45,8 @@ OVERHEAD_TOKENS = 16  # what an answer takes beside its ids
 
 
 class Answered(NamedTuple):
+    """`reason`: why it ended; "loop": `loop_break` ended it, and not a token that it drew."""
+
     request: Request
     ids: list[int]
     reason: str
@@ -117,7 +119,7 @@ class Auditor:
             del self._open[event.request_id]
             del ids[self._context_tokens - 1 - len(request.prompt_ids) :]  # a scored prompt has a token behind it
             if ids and event.reason != "cancelled":
-                self._keep(Answered(request, ids, event.reason))
+                self._keep(Answered(request, ids, "loop" if event.stats.get("loop_break") else event.reason))
         elif isinstance(event, Failed):
             del self._open[event.request_id]
 
@@ -168,7 +170,10 @@ class Auditor:
         return self._audits[name]
 
     def _unknown(self) -> RequestError:
-        what = "No such answer is remembered: it is too old, had images, was not finished, or is a scored prompt."
+        what = (
+            "No such answer is remembered: it is too old, had images, was not finished by the engine (a stop string or "
+            "a call ended it, or who asked left), or is a scored prompt."
+        )
         if not self._most:
             what = "Answers are not remembered here: set remember_tokens in [audit]."
         return RequestError(what, status=404, code="request_not_found", param="id")
