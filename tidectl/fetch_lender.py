@@ -38,6 +38,9 @@ def take() -> None:
     except msgspec.DecodeError as error:
         raise UsageError("--lent is for `tidectl fetch --to-node`, which says on stdin where from") from error
     os.environ["HF_ENDPOINT"], os.environ["HF_TOKEN"] = loan.endpoint, loan.token
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = (
+        "127.0.0.1"  # the node's proxy would get the word, and not get here
+    )
 
 
 class Lender(NamedTuple):

@@ -48,6 +48,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         done
         node=$2; shift 2
         [ $node = silent ] && exit 127
+        [ $node = behind-proxy ] && export http_proxy=http://127.0.0.1:9 ALL_PROXY=http://127.0.0.1:9
         sed "s,127.0.0.1:$there,127.0.0.1:$near," | sh -c "$(echo "$*" | sed "s,{tmp_path}/here,{tmp_path}/$node,")"
         """
     (programs / "ssh").write_text(textwrap.dedent(ssh))
@@ -72,6 +73,11 @@ def test_a_node_gets_the_same_commit(hub: Hub, nodes: Path, capsys: pytest.Captu
     assert all(entry.by for entry in kept.files.values())
     assert "spark-2: the same" in capsys.readouterr().err
     assert hub.sent_bytes == sum(map(len, files(nodes / "here").values())) * (1 + from_hub)
+
+
+def test_a_node_behind_a_proxy_takes_the_files_past_it(hub: Hub, nodes: Path) -> None:
+    fetch.run(fetch.Options("some/model", nodes / "here", nodes=["behind-proxy"]), False)
+    assert files(nodes / "behind-proxy") == files(nodes / "here")
 
 
 def test_dense_weights_reach_a_node_as_they_are(hub: Hub, nodes: Path) -> None:
