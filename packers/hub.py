@@ -26,6 +26,7 @@ TRIES = 8  # failures in a row without a byte
 LONGEST_WAIT_S = 30.0
 TIMEOUT_S = 30.0  # for the next bytes
 MAX_INDEX_BYTES = 100_000_000
+MOST_DIGITS = 18
 LISTED = "its listing says more or less than its file holds; try again later, or another revision"
 REFUSED = {
     401: ("wants a token", "set HF_TOKEN, and accept the repository's terms"),
@@ -169,13 +170,18 @@ class Repository:
             raise DataError("the hub sends whole files only, not ranges", where=where)
         if status != 206:
             wait = response.headers.get("Retry-After", "")
-            raise _Broken(f"the hub answers {status}", float(wait) if wait.isdigit() else 0.0)
+            raise _Broken(f"the hub answers {status}", float(wait) if _is_number(wait) else 0.0)
         said = response.headers.get("Content-Range", "")
         if not said.startswith(f"bytes {begin}-"):
             raise DataError("the hub sends another range than was asked for", where=where)
         total = said.rpartition("/")[2]
-        if total.isdigit() and int(total) != self.sizes.get(file, int(total)):
+        if _is_number(total) and int(total) != self.sizes.get(file, int(total)):
             raise DataError(f"the hub's file is {total} bytes long, not {self.sizes[file]}", where=where, hint=LISTED)
+
+
+def _is_number(text: str) -> bool:
+    """Digits that `int` reads, and few enough of them: a superscript is a digit too."""
+    return text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
 
 
 class _Broken(Exception):

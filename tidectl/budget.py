@@ -16,9 +16,10 @@ POLL_S = 0.2
 STALL_S = 60.0  # some records may not be readable
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 AMOUNT = re.compile(
-    r"(?P<sign>[+-]?)(?P<number>\d[\d_,]*(?:\.\d+)?)\s*(?:(?P<experts>experts?|e)|(?P<unit>[kmgt]i?)b?|b)?",
+    r"(?P<sign>[+-]?)(?P<number>\d[\d_,]{0,30}(?:\.\d{1,30})?)\s*(?:(?P<experts>experts?|e)|(?P<unit>[kmgt]i?)b?|b)?",
     re.IGNORECASE,
 )
+MOST = 1 << 62
 EXAMPLES = "70G, 10000 experts, +5G or -200 experts"
 
 
@@ -64,8 +65,12 @@ def parsed(amount: str) -> Amount:
     if found is None:
         raise UsageError(f"'{amount}' is no budget", hint=f"for example {EXAMPLES}")
     number, sign = float(re.sub("[_,]", "", found["number"])), {"+": 1, "-": -1}.get(found["sign"], 0)
-    if found["experts"] is None and amount.strip()[-1].isalpha():
-        return Amount(sign, round(number * UNITS[(found["unit"] or "").lower()]), True)
+    is_bytes = found["experts"] is None and amount.strip()[-1].isalpha()
+    number *= UNITS[(found["unit"] or "").lower()]
+    if number >= MOST:
+        raise UsageError(f"'{amount}' is more than any machine has", hint=f"for example {EXAMPLES}")
+    if is_bytes:
+        return Amount(sign, round(number), True)
     if number != int(number):
         raise UsageError(f"'{amount}': experts are whole", hint=f"for example {EXAMPLES}")
     return Amount(sign, int(number), False)

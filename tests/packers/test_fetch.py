@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub.constants
@@ -19,7 +20,7 @@ from hub_server import COMMIT, Hub, serving
 from shard_files import write_checkpoint
 
 from packers import manifest, transfer, wanted
-from packers.hub import Published, Repository
+from packers.hub import Published, Repository, _Broken
 from packers.manifest import faults, read_manifest
 from packers.shards import Checkpoint
 from tidectl import fetch
@@ -618,3 +619,19 @@ def test_what_a_hub_says_beside_the_point_is_not_believed() -> None:
     files = [Said(rfilename="a", size=3, lfs=lfs, blob_id="x"), Said(rfilename="b", size=None, lfs=None, blob_id=None)]
     assert dict(_published(Said(siblings=files))) == {"a": Published(3)}
     assert dict(_published(Said(siblings=None))) == {}
+
+
+@pytest.mark.parametrize(("status", "headers"), [(429, {"Retry-After": "\u00b2"}), (503, {"Retry-After": "9" * 5000})])
+def test_a_hub_that_says_no_number_of_seconds_is_asked_again(status: int, headers: dict[str, str]) -> None:
+    repository = Repository("a/b", COMMIT, {"f": Published(5)})
+    with pytest.raises(_Broken) as broken:
+        repository._check(SimpleNamespace(status_code=status, headers=headers), "f", 0)
+    assert broken.value.wait_s == 0.0
+
+
+@pytest.mark.parametrize("total", ["\u00b2", "*", "9" * 5000])
+def test_a_hub_that_says_no_length_of_a_file_is_believed_about_none(total: str) -> None:
+    repository = Repository("a/b", COMMIT, {"f": Published(5)})
+    repository._check(SimpleNamespace(status_code=206, headers={"Content-Range": f"bytes 0-4/{total}"}), "f", 0)
+    with pytest.raises(DataError, match="6 bytes long, not 5"):
+        repository._check(SimpleNamespace(status_code=206, headers={"Content-Range": "bytes 0-4/6"}), "f", 0)

@@ -96,6 +96,23 @@ def test_a_changed_receipt_is_refused(tidectl: Tidectl, answering: Canned, tmp_p
         receipt.read(path)
 
 
+@pytest.mark.parametrize("odd", ["no request", "no time"])
+def test_figures_that_follow_from_nothing_are_refused(
+    tidectl: Tidectl, answering: Canned, tmp_path: Path, odd: str
+) -> None:
+    path = tmp_path / "r.json"
+    tidectl("bench", "--url", answering.url, "--receipt", str(path), *SMALL)
+    body = json.loads(path.read_text())
+    group = body["cases"][0]["repetitions"][0][0]
+    if odd == "no request":
+        group["requests"] = []
+    else:
+        group["wall_s"] = 0.0
+    receipt.write(path, msgspec.convert(body, receipt.Receipt).sealed())
+    with pytest.raises(DataError, match="figures of prose do not follow"):
+        receipt.read(path)
+
+
 def test_verify_makes_the_same_requests_again(tidectl: Tidectl, answering: Canned, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     tidectl("bench", "--url", answering.url, "--receipt", str(path), *SMALL, "--case", "prose", "--case", "prefix")

@@ -34,7 +34,10 @@ def test_an_amount_is_experts_or_bytes_and_may_be_a_change(amount: str, question
     assert wanted(amount, NOW) == question
 
 
-@pytest.mark.parametrize("amount", ["a lot", "70X", "1.5 experts", "--5", "5G experts", "G", "1e9"])
+@pytest.mark.parametrize(
+    "amount",
+    ["a lot", "70X", "1.5 experts", "--5", "5G experts", "G", "1e9", "9" * 400, "9" * 27 + "T", "1." + "9" * 400],
+)
 def test_what_is_no_amount_is_refused(amount: str) -> None:
     with pytest.raises(UsageError):
         wanted(amount, NOW)
