@@ -112,13 +112,13 @@ class ScriptedEngine:
         return {"request_id": "chatcmpl-1", "pairs": []} if request_id in ("chatcmpl-1", "latest") else None
 
     async def audit(self, request_id: str) -> Audit:
-        if self.salt_of(request_id) is None:
+        if self.asker_of(request_id) is None:
             raise RequestError("No such answer is remembered.", status=404, code="request_not_found", param="id")
         return self.audited
 
-    def salt_of(self, request_id: str) -> str | None:
+    def asker_of(self, request_id: str) -> str | None:
         found = (one.request for one in self.answers if one.request.request_id == request_id)
-        return next((one.cache_salt for one in found), None)
+        return next((one.asker for one in found), None)
 
     def expert_map(self, slots: bool = False) -> dict[str, Any] | None:
         return self.map and self.map | ({"slots": [[0, -1]]} if slots else {})

@@ -369,7 +369,7 @@ async def test_an_audit_is_told_with_the_texts_of_what_differs(server, engine):
 
 @pytest.mark.parametrize("shared", [False, True])
 async def test_an_answer_is_audited_for_the_key_that_asked(serve, engine, tmp_path, shared):
-    """With several keys: another's answer is as good as none. Where they share a cache, no token is told."""
+    """Another's answer is as good as none, also where they share a cache, and once the other's key is taken out."""
     (tmp_path / "keys").write_text("first-key\nsecond-key\n")
     server = await serve(api_keys_file=str(tmp_path / "keys"), shared_cache=shared)
     engine.script("Hello")
@@ -378,5 +378,11 @@ async def test_an_answer_is_audited_for_the_key_that_asked(serve, engine, tmp_pa
     path = f"/v1/requests/{reply['id']}/audit"
     assert (await server.ask({}, path=path))[0] == 401
     status, found = await server.ask({}, path=path, headers=first)
-    assert (status, len(found["differences"])) == (200, 0 if shared else 1)
-    assert (await server.ask({}, path=path, headers=second))[0] == (200 if shared else 404)
+    assert (status, len(found["differences"])) == (200, 1)
+    assert (await server.ask({}, path=path, headers=second))[0] == 404
+    (tmp_path / "keys").write_text("second-key\n")
+    server.context.keys.reload()
+    assert (await server.ask({}, path=path, headers=first))[0] == 401
+    assert (await server.ask({}, path=path, headers=second))[0] == 404
+    _, reply = await server.ask(said("hi"), headers=second)
+    assert (await server.ask({}, path=f"/v1/requests/{reply['id']}/audit", headers=second))[0] == 200

@@ -120,11 +120,11 @@ async def test_one_that_gave_way_begins_again_when_nobody_asks():
 async def test_memory_is_bounded_and_the_oldest_go():
     auditor = Auditor(100, 0.0, True)
     for name in "abc":
-        told(auditor, name, [5] * 20)  # 40 with its prompt and what it takes beside
-    assert [auditor.salt_of(name) for name in "abc"] == [None, "", ""]
+        told(auditor, name, [5] * 20, asker=f"who asked {name}")  # 40 with its prompt and what it takes beside
+    assert [auditor.asker_of(name) for name in "abc"] == [None, "who asked b", "who asked c"]
     told(auditor, "large", [5] * 81)
-    assert [auditor.salt_of(name) for name in ("b", "c", "large")] == ["", "", None]
-    assert auditor.salt_of("latest") == ""
+    assert [auditor.asker_of(name) for name in ("b", "c", "large")] == ["who asked b", "who asked c", None]
+    assert auditor.asker_of("latest") == "who asked c"
     assert auditor._tokens == sum(one.tokens for one in auditor._kept.values()) <= 100
 
 

@@ -19,16 +19,14 @@ async def audit(request: web.Request) -> web.Response:
 
 
 def _check_owner(context: Context, note: Note, name: str) -> None:
-    """With several keys, an answer is that of the key that asked for it."""
-    salt, tenant = context.engine.salt_of(name), context.served_to(note).tenant
-    if salt is not None and tenant and salt.partition(" ")[0] != tenant:
+    """An answer is that of the key that asked for it, though it be the only one by now."""
+    asker = context.engine.asker_of(name)
+    if asker and asker != context.served_to(note).asker:
         raise RequestError("No such answer is remembered.", status=404, code="request_not_found", param="id")
 
 
 def _shown(context: Context, found: dict[str, Any]) -> dict[str, Any]:
-    """With the tokens' texts; without any token where several keys share a cache, and nothing tells whose they are."""
-    if context.keys.count > 1 and context.served.settings.server.shared_cache:
-        return found | {"differences": []}
+    """With the tokens' texts."""
     text = LogprobJson(context.served.tokenizer).text
     return found | {
         "differences": [

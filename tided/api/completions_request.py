@@ -90,6 +90,7 @@ def _prepared(fields: Fields, served: ServedModel, alive: Callable[[], None]) ->
             scored_top=max(told, default=0),
             adapts=adapts,
             cache_salt=chat.cache_salt,
+            asker=served.asker,
         )
         one = Prepared(chat, Prompt((), "content", leading=False), request)
         numbers = range(at * chat.n, (at + 1) * chat.n)

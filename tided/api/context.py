@@ -42,10 +42,13 @@ class Context:
 
     def served_to(self, note: "Note") -> ServedModel:
         """The model as one client knows it. With several keys each has a prompt cache of its own: how soon an answer
-        begins tells what others have asked."""
-        if self.keys.count < 2 or self.served.settings.server.shared_cache:
-            return self.served
-        return replace(self.served, tenant=sha256(f"prompt cache of {note.key}".encode()).hexdigest()[:32])
+        begins tells what others have asked. Whose an answer is stays known when keys come and go."""
+        apart = self.keys.count > 1 and not self.served.settings.server.shared_cache
+        return replace(
+            self.served,
+            tenant=_named("prompt cache", note.key) if apart else "",
+            asker=_named("answers", note.key) if note.key else "",
+        )
 
     def retry_after_s(self) -> int:
         """When a refused client may try again: the time in which the queue before it should be done."""
@@ -54,6 +57,10 @@ class Context:
             return _RETRY_DRAINING_S
         waiting_s: float = median(self.request_times_s) * (health["queue"] + 1) / health["lanes"]["total"]
         return max(1, min(_RETRY_MOST_S, round(waiting_s)))
+
+
+def _named(what: str, key: str) -> str:
+    return sha256(f"{what} of {key}".encode()).hexdigest()[:32]
 
 
 @dataclass

@@ -33,8 +33,8 @@ class Engine(Protocol):
         """What every expert says of a finished answer, once there is time. Raises RequestError."""
         ...
 
-    def salt_of(self, request_id: str) -> str | None:
-        """`Request.cache_salt` of an answer that may be audited; None: there is none of that id."""
+    def asker_of(self, request_id: str) -> str | None:
+        """`Request.asker` of an answer that may be audited; None: there is none of that id."""
         ...
 
     def expert_map(self, slots: bool = False) -> dict[str, Any] | None:

@@ -93,6 +93,7 @@ def prepare_chat(
         logprobs=chat.logprobs,
         guided=guides.grammar is not None,
         cache_salt=chat.cache_salt,
+        asker=served.asker,
     )
     kept = msgspec.structs.replace(chat, conversation=msgspec.structs.replace(chat.conversation, messages=()))
     bare = msgspec.structs.replace(prompt, segments=(), images=())

@@ -12,7 +12,7 @@ from tided.settings import Settings
 @dataclass(frozen=True)
 class ServedModel:
     """`context_tokens`: the most that one request may hold. `tenant`: whose prompts are found in the prompt cache;
-    empty: everybody's."""
+    empty: everybody's. `asker`: of whose requests these are; empty: the server is open."""
 
     family: Family
     tokenizer: Tokenizer
@@ -20,6 +20,7 @@ class ServedModel:
     settings: Settings
     context_tokens: int
     tenant: str = ""
+    asker: str = ""
 
     @classmethod
     def of(cls, family: Family, tokenizer: Tokenizer, settings: Settings) -> "ServedModel":

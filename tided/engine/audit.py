@@ -134,10 +134,10 @@ class Auditor:
 
     # What is asked
 
-    def salt_of(self, request_id: str) -> str | None:
-        """The prompt cache's salt of an answer that is remembered, by which tenants are apart."""
+    def asker_of(self, request_id: str) -> str | None:
+        """Who asked for an answer that is remembered; None: there is none of that id."""
         found = self._find(request_id)
-        return None if found is None else found.request.cache_salt
+        return None if found is None else found.request.asker
 
     def _find(self, request_id: str) -> Answered | None:
         if request_id == "latest":

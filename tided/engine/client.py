@@ -241,8 +241,8 @@ class EngineClient:
         """What every expert says of a finished answer. Raises RequestError (`Auditor.audit`)."""
         return await self._auditor.audit(self, request_id)
 
-    def salt_of(self, request_id: str) -> str | None:
-        return self._auditor.salt_of(request_id)
+    def asker_of(self, request_id: str) -> str | None:
+        return self._auditor.asker_of(request_id)
 
     async def audit_when_idle(self) -> None:
         """Until it is cancelled."""

@@ -66,7 +66,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     the order of the prompt; their `Pixels` go beside the request. `scored`: the prompt's own tokens are told with their
     log probabilities (`Scored`), and beside each the `scored_top` likeliest, so all of it is computed. `adapts` False:
     nobody learns from it, and no expert moves for it; only of a scored one of a single token. `cache_salt`: prompts of
-    another one share no cached prefix. `background`, of a scored one: it runs while nobody else asks, and gives way.
+    another one share no cached prefix. `asker`: names whose key asked; empty: the server is open. `background`, of a
+    scored one: it runs while nobody else asks, and gives way.
     `redrawn_from`: what stands from this place of the prompt on is an answer, and what would be drawn in place of each
     of its tokens is told (`Scored.redrawn`); 0: none is.
     """
@@ -86,6 +87,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     scored_top: int = 0
     adapts: bool = True
     cache_salt: str = ""
+    asker: str = ""
     background: bool = False
     redrawn_from: int = 0
 

@@ -509,22 +509,23 @@ function drawAll() {
 
 // The stream
 
-let key = sessionStorage.getItem("tidelm.key") || "", reading = null, pause = 1;
+let key = sessionStorage.getItem("tidelm.key") || "", reading = null, retry = 0, pause = 1;
 async function follow() {
-  reading = new AbortController();
+  clearTimeout(retry);
+  const mine = reading = new AbortController();
   try {
     const headers = key ? {Authorization: `Bearer ${key}`} : {};
-    const reply = await fetch(`${base}v1/expert-map/events`, {headers, cache: "no-store", signal: reading.signal});
+    const reply = await fetch(`${base}v1/expert-map/events`, {headers, cache: "no-store", signal: mine.signal});
     if (reply.status === 401) return askKey();
     if (!reply.ok) throw new Error({429: "too many viewers", 503: "the model is being loaded"}[reply.status] || `the server answers ${reply.status}`);
     pause = 1;
     await listen(reply.body.pipeThrough(new TextDecoderStream()).getReader());
     throw new Error("the server has ended the stream");
   } catch (error) {
-    if (reading.signal.aborted) return;
+    if (mine.signal.aborted) return;  // by again(), which follows anew
     $("state").dataset.kind = "bad";
     put("state", `${error instanceof TypeError ? "the server does not answer" : error.message}; again in ${pause} s`);
-    setTimeout(() => document.hidden || follow(), 1000 * pause);
+    retry = setTimeout(() => document.hidden || follow(), 1000 * pause);
     pause = Math.min(10, 2 * pause);
   }
 }
