@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from tided.api.app import build_app
+from tided.api.context import CONTEXT
 from tided.api.door import Door
+from tided.api.viewers import Viewers
 from tided.chat.families import DEEPSEEK_V41
 from tided.chat.tokenizer import Tokenizer
 from tided.settings import Cache, Experts, Model, Server, Settings
@@ -19,7 +21,10 @@ MISSING, RESIDENT, HOT, LOADING = range(4)
 
 
 class Sea:
-    """`states`, `heat` [layers, experts]: changed in place by who owns it. Budgets differ by layer."""
+    """`states`, `heat` [layers, experts]: changed in place by who owns it. Budgets differ by layer. `viewers`: of the
+    server before it."""
+
+    viewers: Viewers
 
     def __init__(self, layers: int, experts: int, seed: int = 1) -> None:
         dice = np.random.default_rng(seed)
@@ -79,6 +84,7 @@ async def served(sea: Sea, port: int = 0, key_file: str = "") -> AsyncIterator[s
         server=Server(api_keys_file=key_file),
     )
     app = build_app(sea, Tokenizer.open(MINI), DEEPSEEK_V41, settings)  # type: ignore[arg-type]
+    sea.viewers = app[CONTEXT].viewers
     listener = socket.create_server(("127.0.0.1", port))
     door = await Door.open(app, listener)
     try:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ async def colour(page: Page, name: str) -> list[int]:
     shown = await page.ask(f"getComputedStyle(document.documentElement).getPropertyValue('--{name}').trim()")
     full = shown if len(shown) == 7 else "#" + "".join(digit * 2 for digit in shown[1:])
     return [int(full[at : at + 2], 16) for at in (1, 3, 5)]
+
+
+def opened(page: Page) -> list[dict[str, Any]]:
+    """The streams that the page has asked for."""
+    return [request for request in page.requests if request["url"].endswith("/v1/expert-map/events")]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 def text(of: str) -> str:
@@ -188,14 +200,46 @@ async def test_a_key_is_asked_for_kept_in_the_tab_and_sent_as_a_header(page: Pag
                 await page.until(READY)
         await page.ask("location.reload()")
         await page.until(READY)
-        asked = [request for request in page.requests if request["url"].endswith("/v1/expert-map/events")]
-        assert [request["headers"].get("Authorization") for request in asked] == [
+        assert [request["headers"].get("Authorization") for request in opened(page)] == [
             None, "Bearer wrong", "Bearer the-right-key", "Bearer the-right-key",
         ]  # fmt: skip
         assert not any("the-right-key" in request["url"] for request in page.requests)
         assert await page.ask("document.cookie + JSON.stringify(localStorage)") == "{}"
         # A browser itself tells its console of a 401; the page says nothing.
         assert all("401" in complaint for complaint in page.complaints)
+
+
+async def test_another_key_on_a_live_page_opens_one_stream_for_the_other(page: Page) -> None:
+    sea = Sea(3, 8)
+    async with served(sea) as url:
+        await page.open(url, 1280)
+        await page.until(READY)
+        await page.ask("{ window.timers = []; window.setTimeout = work => timers.push(work); }")
+        for streams in (2, 3):
+            await page.press("k")
+            await page.send("Input.insertText", text=f"key-{streams}")
+            await page.ask("document.querySelector('#ask button').click()")
+            await until(lambda: len(opened(page)) == streams and sea.viewers.count == 1)  # noqa: B023
+            assert await page.ask("timers.length") == 0  # nothing is to be tried again: the first was let go
+        sea.place(1, sea.first(1, MISSING), HOT)
+        await same_map(page, sea)
+        await until(lambda: sea.viewers.count == 1)
+        assert len(opened(page)) == 3
+
+
+async def test_a_new_key_takes_the_place_of_a_try_that_waits(page: Page) -> None:
+    sea = Sea(3, 8)
+    async with served(sea) as url:
+        await page.open(url, 1280)
+        await page.until(READY)
+        await page.ask("pause = 1e6")
+    await page.until(f"{text('state')}.includes('again in')")
+    async with served(sea, port=int(url.rpartition(":")[2])):
+        waits = await page.ask("retry")
+        await page.ask("{ window.cleared = []; window.clearTimeout = timer => cleared.push(timer); again(); }")
+        await page.until(f"{text('state')} === 'at rest'")
+        assert waits
+        assert await page.ask("cleared") == [waits]
 
 
 async def test_a_server_that_comes_back_is_found_again(page: Page) -> None:
