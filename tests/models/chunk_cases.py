@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.device import INTERPRETED
+from kernels.hyper_triton import Mixed
 from packers.shards import Checkpoint
 from tests.models.rig import CPU, GOLDEN, load_model, settings
 from tided.models.base import Pictured
@@ -101,6 +102,21 @@ def case_bounded() -> None:
 
 def case_pictured() -> None:
     prefilled(*(0, [6]) if INTERPRETED else (0, [33, 50]), "all", pictured=0)
+
+
+def case_paused() -> None:
+    """Between two layers a chunk holds its streams and nothing else of their size: other chunks are computed then."""
+    _, model = pair()
+    count, hidden = 4, model.shape.hidden_size
+    stops, layers = 0, model.prefill_by_layer(model.open_lane(0), tokens(count).to(DEVICE))
+    with torch.inference_mode():
+        for _ in layers:
+            held = layers.gi_yieldfrom.gi_yieldfrom.gi_frame.f_locals
+            parts = {name: part for name, part in held.items() if isinstance(part, Tensor | Mixed)}
+            wide = {name for name, part in parts.items() if isinstance(part, Mixed) or hidden in part.shape}
+            assert wide == {"streams"}, wide
+            stops += 1
+    assert stops == len(model.blocks) - 1
 
 
 CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}

@@ -80,8 +80,8 @@ class Chunk:
 
     def layers(self, token_ids: Tensor, asked: dict[int, Asked], bounded: bool, pictured: Pictured | None) -> Layers:
         """As `DeepseekV41.layers`."""
-        model, first = self.model, model_streams(self.model, token_ids, pictured)
-        streams, pre, taps = first, one_hot(first), list[Tensor]()
+        model, streams = self.model, model_streams(self.model, token_ids, pictured)
+        pre, taps = one_hot(streams), list[Tensor]()
         partial: Tensor | None = None
         for number, block in enumerate(model.blocks):
             if number:
@@ -105,6 +105,7 @@ class Chunk:
             fn = self._next_fn(number, bounded)
             streams, partial = hyper_chunk_triton.spread(streams, output, mixed, fn)
             pre = mixed.pre
+            del mixed, output  # where it stops here, others are computed beside what it holds
         if model.drafter is not None:
             self._watch(taps)
         self._rows.span.lane.position = self._rows.span.end
