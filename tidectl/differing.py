@@ -29,13 +29,18 @@ class Rank(NamedTuple):
 def declared(settings: Settings, nodes: Sequence[Node]) -> list[Rank]:
     """Of every rank, rank 0's first. This machine is asked by a process of its own: torch stays out of this one."""
     text = text_for_peer(settings)
-    with ThreadPoolExecutor(len(nodes)) as pool:
-        found = list(pool.map(lambda node: _of_node(node, text), nodes))
+    peers, pool = [Peer(node, NODE if node.here else ()) for node in nodes], ThreadPoolExecutor(len(nodes))
+    try:
+        found = list(pool.map(lambda peer: _of_peer(peer, text), peers))
+    finally:  # Ctrl-C too, which waits for no answer
+        for peer in peers:
+            peer.close()
+        pool.shutdown(wait=False, cancel_futures=True)
     return sorted((rank for ranks in found for rank in ranks), key=lambda rank: rank.rank)
 
 
-def _of_node(node: Node, text: str) -> list[Rank]:
-    peer = Peer(node, NODE if node.here else ())
+def _of_peer(peer: Peer, text: str) -> list[Rank]:
+    node = peer.node
     try:
         facts = peer.ask(Facts(text, list(node.ranks)), Declared, FACTS_S).ranks
         build = {"build": peer.about.build if peer.about else ""}

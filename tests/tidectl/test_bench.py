@@ -1,6 +1,10 @@
 """`tidectl bench` against a server of canned answers: what is asked, what is measured, what a receipt is worth."""
 
 import json
+import os
+import signal
+import socket
+import threading
 from pathlib import Path
 
 import msgspec
@@ -94,6 +98,29 @@ def test_a_changed_receipt_is_refused(tidectl: Tidectl, answering: Canned, tmp_p
     receipt.write(path, msgspec.convert(body, receipt.Receipt).sealed())
     with pytest.raises(DataError, match="figures of prose do not follow"):
         receipt.read(path)
+
+
+def test_an_interrupt_waits_for_no_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address, port = silent.getsockname()
+
+        def interrupt() -> None:
+            for _ in range(2):
+                open_.append(silent.accept()[0])
+            os.kill(os.getpid(), signal.SIGINT)
+
+        open_: list[socket.socket] = []
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            measure.group(measure.Target(f"http://{address}:{port}", ""), [Ask("a", 1, 8), Ask("b", 1, 8)])
+        thread.join()
+        for one in open_:
+            one.setblocking(False)
+            assert one.recv(1 << 16)
+            with pytest.raises(BlockingIOError):  # who asked still waits, and nobody for that
+                one.recv(1)
+            one.close()
 
 
 @pytest.mark.parametrize("odd", ["no request", "no time"])

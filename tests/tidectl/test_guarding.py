@@ -1,7 +1,10 @@
 """`tidectl guard` over two nodes, of which one stands behind a program that takes ssh's place."""
 
 import json
+import os
 import shutil
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,9 @@ from msgspec.structs import replace
 
 from tests.daemon.tiny import make_checkpoint, profile_text
 from tests.tidectl.canned import Tidectl
+from tests.tidectl.test_lifecycle import within
 from tests.tidectl.test_nodes import PEER, fails, hosts, there  # noqa: F401  # fixtures
-from tidectl import differing, guarding, preflight
+from tidectl import differing, guarding, peers, preflight
 from tidectl.differing import Rank
 from tidectl.node_messages import Facts
 from tidectl.node_work import Work
@@ -58,6 +62,21 @@ def test_nodes_that_agree_then_one_with_another_tokenizer(
     assert header.split() == ["fact", "rank", "0", "(127.0.0.1)", "rank", "1", f"({PEER})"]
     assert row.split()[:2] == ["tokenizer", "sha256"]
     assert "the ranks differ" in ran.stderr
+
+
+def test_an_interrupt_waits_for_no_node(profile: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(peers, "HELLO_S", 600.0)
+    fails(hosts, "hang")
+
+    def interrupt() -> None:
+        within(60, lambda: (hosts / PEER / "commands").exists())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        differing.declared(load(profile), [Node(PEER, (1,), False)])
+    thread.join()
 
 
 @pytest.mark.usefixtures("hosts")

@@ -1,12 +1,13 @@
 """Requests to any server that speaks OpenAI's chat completions, and what a clock on this side says of them."""
 
 import hashlib
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, NamedTuple
 
+from packers.transfer import in_parallel
 from tidectl import http
 from tidectl.answers import Part, read_part
 from tidectl.bench.cases import Ask
@@ -102,9 +103,10 @@ def body(target: Target, ask: Ask) -> dict[str, Any]:
 
 
 def group(target: Target, asks: Sequence[Ask]) -> Group:
-    """All of them at once, each in a thread of its own. The first error is raised once all have ended."""
-    with ThreadPoolExecutor(len(asks)) as threads:
-        running = [threads.submit(one, target, ask) for ask in asks]
-        ended = [task.result() for task in running]
+    """All of them at once, each in a thread of its own. The first error is raised, and a Ctrl-C, without waiting for
+    the others' answers."""
+    jobs = [lambda place=place, ask=ask: (place, one(target, ask)) for place, ask in enumerate(asks)]
+    came = dict(in_parallel(jobs, len(jobs), threading.Event(), lambda: None))
+    ended = [came[place] for place in range(len(asks))]
     wall_s = max(last for _, _, last in ended) - min(sent for _, sent, _ in ended)
     return Group([measured for measured, _, _ in ended], round(wall_s, 6))
