@@ -3,7 +3,6 @@
 import fcntl
 import os
 import shlex
-import shutil
 import sys
 import threading
 import time
@@ -22,22 +21,25 @@ from packers.hub import SHA256, Repository
 from packers.manifest import Entry, Kind, Manifest, is_untouched, read_manifest, write_manifest
 from packers.transfer import Stopped, adopted, in_parallel, part_bytes, transfer
 from packers.wanted import Target
+from tidectl import fetch_room, room
 from tidectl.fetch_lender import lending
 from tidectl.fetch_nodes import Node, Nodes
+from tidectl.fetch_room import There
+from tidectl.node_messages import Room
 from tidectl.output import emit, say
+from tidectl.room import free_bytes, size
 from tidectl.waiting import Item, Show, waiting
 from tided.errors import DataError, TideError, UnavailableError, UsageError
 
 KEEP_EVERY_S = 1.0  # the manifest, in a repository of many small files
 RATE_S = 15.0  # over which a rate is told
 PATIENT_TRIES = 40  # a router that starts anew takes minutes, and nobody watches for hours: a quarter of an hour
-SPARE_BYTES = 256 << 20  # of the file system, for what else is written meanwhile
 
 
 class Options(NamedTuple):
     """`to` None: a directory of the repository's name, here. `sums`: NAME=SHA256, the user's own word. `from_hub`: the
     other nodes fetch for themselves. `verify`: all that is here is read again. `lent`: another node has all of it, as
-    it is to be."""
+    it is to be. `profile`, `sent`: the name of whose directories it goes to, each node's own; what peers get of it."""
 
     repository: str
     to: Path | None = None
@@ -52,6 +54,8 @@ class Options(NamedTuple):
     from_hub: bool = False
     verify: bool = False
     lent: bool = False
+    profile: str = ""
+    sent: str = ""
 
     @property
     def directory(self) -> Path:
@@ -62,8 +66,8 @@ class Options(NamedTuple):
     def kind(self) -> Kind:
         return "dense" if self.dense else "whole"
 
-    def command(self, commit: str) -> list[str]:
-        """That goes on with it, here or on another node."""
+    def command(self, commit: str, *where: str) -> list[str]:
+        """That goes on with it, here or on another node. `where`: words that name the directory."""
         told = [
             *(["--dense"] if self.dense else []),
             *(["--verify"] if self.verify else []),
@@ -71,7 +75,7 @@ class Options(NamedTuple):
             *(part for pattern in self.exclude for part in ("--exclude", pattern)),
             *(part for given in self.sums for part in ("--sha256", given)),
         ]
-        return ["tidectl", "fetch", self.repository, "--revision", commit, "--to", str(self.directory), *told]
+        return ["tidectl", "fetch", self.repository, "--revision", commit, *where, *told]
 
 
 @dataclass
@@ -139,13 +143,16 @@ def run(options: Options, as_json: bool) -> None:
     stop = threading.Event()
     with waiting() as show:
         plan = make_plan(options, stop, show)
+        there = _there(options, plan, show)
     if options.dry_run:
-        _tell_plan(options, plan, as_json)
+        _tell_plan(options, plan, there, as_json)
         return
-    nodes = Nodes(options.nodes, options.command(plan.repository.commit))
+    commit = plan.repository.commit
+    nodes = Nodes({name: options.command(commit, "--to", found.directory) for name, found in there})
     with _alone(options.directory):
         plan.look()  # a fetch that ended meanwhile may have brought all of it
         refuse_shortage(plan)
+        fetch_room.refuse_shortage(there)
         say(_headline(plan))
         if changed := plan.changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -160,6 +167,15 @@ def run(options: Options, as_json: bool) -> None:
             say(f"stopped: {left}; this goes on:\n  {_again(options, plan)}")
             raise
     _report(plan, nodes.nodes, as_json)
+
+
+def _there(options: Options, plan: Plan, show: Show) -> list[There]:
+    """The directories of the other nodes."""
+    if not options.nodes:
+        return []
+    show([Item("asking", ", ".join(options.nodes))])
+    files = {target.name: target.nbytes for target in plan.targets}
+    return fetch_room.ask(options.nodes, Room(str(options.directory), options.sent, options.dense, files))
 
 
 def _bring(options: Options, plan: Plan, nodes: Nodes, stop: threading.Event) -> None:
@@ -287,25 +303,9 @@ def speed(rate: float, left_bytes: int) -> str:
     return f"{rate / 1e6:.1f} MB/s, {left} left"
 
 
-def size(nbytes: int) -> str:
-    if nbytes >= 10**9:
-        return f"{nbytes / 1e9:.2f} GB"
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 10**6 else f"{nbytes / 1e3:.1f} kB"
-
-
 def refuse_shortage(plan: Plan) -> None:
     """Raises UnavailableError where the file system cannot hold what is left."""
-    free = free_bytes(plan.directory)
-    if plan.left_bytes and plan.left_bytes + SPARE_BYTES > free:
-        need = f"{size(plan.left_bytes)} are to come, {size(free)} are free"
-        hint = f"make room, or name another directory with --to ({SPARE_BYTES >> 20} MiB are to stay free)"
-        raise UnavailableError(f"the file system is too small: {need}", where=str(plan.directory), hint=hint)
-
-
-def free_bytes(directory: Path) -> int:
-    """Of the file system that the directory lies on, or will."""
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    return shutil.disk_usage(there).free
+    room.refuse_shortage(str(plan.directory), plan.left_bytes, free_bytes(plan.directory))
 
 
 def _pinned(options: Options, begun: Manifest | None, stop: threading.Event) -> Repository:
@@ -420,7 +420,8 @@ def _alone(directory: Path) -> Iterator[None]:
 
 def _again(options: Options, plan: Plan) -> str:
     nodes = [part for node in options.nodes for part in ("--to-node", node)] + ["--from-hub"] * options.from_hub
-    return shlex.join([*options.command(plan.repository.commit), *nodes])
+    where = ("--profile", options.profile) if options.profile else ("--to", str(options.directory))
+    return shlex.join([*options.command(plan.repository.commit, *where), *nodes])
 
 
 def _headline(plan: Plan) -> str:
@@ -430,7 +431,7 @@ def _headline(plan: Plan) -> str:
     return f"{what}: {len(plan.targets)} files, {size(plan.total_bytes)}{here}, to {plan.directory}"
 
 
-def _tell_plan(options: Options, plan: Plan, as_json: bool) -> None:
+def _tell_plan(options: Options, plan: Plan, there: Sequence[There], as_json: bool) -> None:
     files = [
         {
             "name": target.name,
@@ -443,7 +444,12 @@ def _tell_plan(options: Options, plan: Plan, as_json: bool) -> None:
     free = free_bytes(plan.directory)
     if as_json:
         more: dict[str, Any] = {"total_bytes": plan.total_bytes, "left_bytes": plan.left_bytes, "free_bytes": free}
-        emit("fetch-plan/1", {**_about(plan), **more, "left_out_bytes": plan.left_out_bytes, "files": files})
+        others = [
+            {"node": name, "path": found.directory, "left_bytes": found.left_bytes, "free_bytes": found.free_bytes}
+            for name, found in there
+        ]
+        more |= {"left_out_bytes": plan.left_out_bytes, "files": files, "nodes": others}
+        emit("fetch-plan/1", {**_about(plan), **more})
         return
     for one in files:
         here = "here" if one["here_bytes"] == one["bytes"] else f"{one['here_bytes']} here" if one["here_bytes"] else ""
@@ -453,8 +459,9 @@ def _tell_plan(options: Options, plan: Plan, as_json: bool) -> None:
     if options.dense:
         say(f"left out: {size(plan.left_out_bytes)} of routed experts")
     say(f"to come: {size(plan.left_bytes)}; free there: {size(free)}")
-    for node in options.nodes:
-        say(f"then on {node}, {'from the hub by itself' if options.from_hub else 'from here through ssh'}: the same")
+    how = "from the hub by itself" if options.from_hub else "from here through ssh"
+    for name, found in there:
+        say(f"then on {name}, {how}, to {found.directory}: {size(found.left_bytes)}; free: {size(found.free_bytes)}")
 
 
 def _about(plan: Plan) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -96,15 +96,17 @@ def _read(stream: IO[str], into: "deque[str]") -> None:
 
 
 class Nodes:
-    def __init__(self, names: Sequence[str], command: Sequence[str]) -> None:
-        self._names, self._command = names, command
+    """`commands`: by node, tidectl and its words."""
+
+    def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
+        self._commands = commands
         self.nodes: list[Node] = []
 
     @contextmanager
     def running(self, lender: Lender | None) -> Iterator["Nodes"]:
         """Starts them; at the end none is left of ours. What runs there goes on until it says something to nobody."""
         try:
-            self.nodes = [Node(name, self._command, lender) for name in self._names]
+            self.nodes = [Node(name, command, lender) for name, command in self._commands.items()]
             yield self
         except FileNotFoundError as error:
             raise UnavailableError("there is no ssh here, which --to-node needs", where=str(error.filename)) from error

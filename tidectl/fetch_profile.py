@@ -5,6 +5,7 @@ from pathlib import Path
 from tidectl import profiles
 from tidectl.fetch import Options
 from tidectl.nodes import local_ranks
+from tidectl.sent import text_for_peer
 from tided.errors import UsageError
 from tided.profile import load
 
@@ -18,4 +19,5 @@ def for_profile(options: Options, profile: str) -> Options:
     here = local_ranks(settings.parallel)
     hosts = [host for rank, host in enumerate(settings.parallel.hosts) if rank not in here]
     others = tuple(dict.fromkeys(host for host in hosts if host not in options.nodes))
-    return options._replace(to=options.to or Path(wanted), nodes=(*options.nodes, *others))
+    found = options._replace(to=options.to or Path(wanted), nodes=(*options.nodes, *others))
+    return found if options.to else found._replace(profile=profile, sent=text_for_peer(settings))

@@ -77,7 +77,17 @@ class Facts(_Message, frozen=True):
     ranks: list[int]
 
 
-Request = Hello | Prepare | Begin | Look | End | Tail | OpenLogs | MoreLogs | Facts
+class Room(_Message, frozen=True):
+    """Whether `files` (their bytes by name) could be fetched into a directory: `directory`, or with a profile (as
+    `Prepare` gets it) its `model.path` as it counts there, `dense`: its `model.dense`. The answer is `Free`."""
+
+    directory: str
+    profile: str
+    dense: bool
+    files: dict[str, int]
+
+
+Request = Hello | Prepare | Begin | Look | End | Tail | OpenLogs | MoreLogs | Facts | Room
 
 
 class About(_Message, frozen=True):
@@ -142,6 +152,14 @@ class Declared(_Message, frozen=True):
     ranks: dict[int, dict[str, str]]
 
 
+class Free(_Message, frozen=True):
+    """`left_bytes`: of the files what is not there yet."""
+
+    directory: str
+    free_bytes: int
+    left_bytes: int
+
+
 class Failed(_Message, frozen=True):
     """An error of ours, to be raised where it was asked."""
 
@@ -151,4 +169,4 @@ class Failed(_Message, frozen=True):
     exit_code: int
 
 
-Reply = About | Prepared | Done | Seen | Ends | Lines | Declared | Failed
+Reply = About | Prepared | Done | Seen | Ends | Lines | Declared | Free | Failed

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import tomli
+
 from tidectl import logs, runner
 from tidectl.about import line
 from tidectl.fits import refuse_misfit
@@ -20,6 +22,7 @@ from tidectl.node_messages import (
     End,
     Ends,
     Facts,
+    Free,
     Hello,
     Lines,
     Look,
@@ -30,11 +33,13 @@ from tidectl.node_messages import (
     Process,
     Reply,
     Request,
+    Room,
     Seen,
     Tail,
 )
 from tidectl.nodes import is_ours
 from tidectl.processes import POLL_S
+from tidectl.room import room_of
 from tidectl.sent import adapted
 from tided import guard
 from tided.control.files import write_private
@@ -75,6 +80,8 @@ class Work:
                 return self._more_logs()
             case Facts():
                 return self._facts(request)
+            case Room():
+                return self._room(request)
 
     def close(self) -> None:
         for log in self._logs:
@@ -135,6 +142,13 @@ class Work:
                 refuse_beyond(opened, rank, total_bytes)
         facts = facts_of(opened)
         return Declared(dict.fromkeys(request.ranks, facts))
+
+    def _room(self, request: Room) -> Free:
+        directory = request.directory
+        if request.profile:
+            model = tomli.loads(adapted(request.profile, self.state_dir))["model"]
+            directory = str(model["dense" if request.dense else "path"])
+        return room_of(Path(directory), request.files)
 
 
 def about(state_dir: Path) -> About:

@@ -6,19 +6,22 @@ import json
 import os
 import stat
 import textwrap
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 from hub_server import COMMIT, Hub, serving
+from msgspec.structs import replace
 from shard_files import small, write_checkpoint
 
 from packers.manifest import NAME, read_manifest
 from packers.shards import Checkpoint
-from tidectl import fetch, fetch_lender, fetch_nodes, fetch_profile
+from tidectl import fetch, fetch_lender, fetch_profile, fetch_room, peers
 from tidectl.fetch_lender import Lender, lending
-from tided.errors import UnavailableError, UsageError
+from tidectl.node_messages import Room
+from tided.errors import ConfigError, UnavailableError, UsageError
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +52,9 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         node=$2; shift 2
         [ $node = silent ] && exit 127
         [ $node = behind-proxy ] && export http_proxy=http://127.0.0.1:9 ALL_PROXY=http://127.0.0.1:9
-        sed "s,127.0.0.1:$there,127.0.0.1:$near," | sh -c "$(echo "$*" | sed "s,{tmp_path}/here,{tmp_path}/$node,")"
+        export TIDE_STATE_DIR={tmp_path}/state-$node
+        mine="s,{tmp_path}/here,{tmp_path}/$node,"
+        sed -u "s,127.0.0.1:$there,127.0.0.1:$near,; $mine" | sh -c "$(echo "$*" | sed "$mine")"
         """
     (programs / "ssh").write_text(textwrap.dedent(ssh))
     (programs / "ssh").chmod(stat.S_IRWXU)
@@ -138,19 +143,83 @@ def test_a_loan_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         fetch_lender.take()
 
 
-def test_a_node_that_fails_is_named_with_its_own_words(hub: Hub, nodes: Path) -> None:
+def test_a_node_that_cannot_take_part_is_named_before_a_byte_comes(hub: Hub, nodes: Path) -> None:
     (nodes / "spark-2").write_text("a file in the way")
     with pytest.raises(UnavailableError, match="cannot be made or used") as refused:
         fetch.run(fetch.Options("some/model", nodes / "here", nodes=["spark-2"]), False)
+    assert refused.value.where == f"spark-2: {nodes / 'spark-2'}"
+    for dry_run in (False, True):
+        with pytest.raises(ConfigError, match="there is no TideLM") as absent:
+            fetch.run(fetch.Options("some/model", nodes / "here", nodes=["silent"], dry_run=dry_run), False)
+        assert absent.value.where == "silent"
+        assert "at the same path" in absent.value.hint
+    assert hub.sent_bytes == 0
+    assert not (nodes / "here").exists()
+
+
+def test_room_on_a_node_is_looked_at_before_a_byte_comes(
+    hub: Hub, nodes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there already needs none."""
+    ask = fetch_room.ask
+
+    def full(names: Sequence[str], question: Room) -> list[fetch_room.There]:
+        return [(name, replace(found, free_bytes=0)) for name, found in ask(names, question)]
+
+    monkeypatch.setattr(fetch_room, "ask", full)
+    options = fetch.Options("some/model", nodes / "here", nodes=["spark-2"])
+    with pytest.raises(UnavailableError, match=r"are to come, 0\.0 kB are free") as refused:
+        fetch.run(options, False)
     assert refused.value.where == f"spark-2, {nodes / 'spark-2'}"
-    with pytest.raises(UnavailableError) as refused:
-        fetch.run(fetch.Options("some/model", nodes / "here", nodes=["silent"]), False)
-    assert "at the same path" in refused.value.hint
+    assert hub.sent_bytes == 0
+    fetch.run(fetch.Options("some/model", nodes / "spark-2"), False)
+    fetch.run(options, False)
+    assert files(nodes / "spark-2") == files(nodes / "here")
+
+
+def test_a_dry_run_tells_of_every_node(hub: Hub, nodes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = fetch.Options("some/model", nodes / "here", nodes=["spark-2"], dry_run=True)
+    fetch.run(options, True)
+    told = json.loads(capsys.readouterr().out)
+    (there,) = told["nodes"]
+    assert (there["node"], there["path"], there["left_bytes"]) == (
+        "spark-2",
+        str(nodes / "spark-2"),
+        told["left_bytes"],
+    )
+    assert there["free_bytes"] > 0
+    fetch.run(options, False)
+    assert f"then on spark-2, from here through ssh, to {nodes / 'spark-2'}: " in capsys.readouterr().err
+    assert not (nodes / "spark-2").exists()
+
+
+def test_a_node_has_its_own_directory(hub: Hub, nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its node.toml says, where the profile names the directory; what --to names counts everywhere."""
+    monkeypatch.setattr(fetch_profile, "local_ranks", lambda parallel: [0])
+    text = (ROOT / "profiles" / "mini-deepseek.toml").read_text()
+    profile = nodes / "pair.toml"
+    profile.write_text(
+        text.replace("hosts = []", 'hosts = ["192.0.2.6", "192.0.2.7"]')
+        .replace('path = "../minis/deepseek"', f'path = "{nodes / "here"}"')
+        .replace('seed = "', f'seed = "{ROOT}/profiles/')
+    )
+    own = nodes / "state-192.0.2.7"
+    own.mkdir(mode=0o700)
+    (own / "node.toml").write_text(f"[model]\npath = '{nodes / 'elsewhere'}'\n")
+    options = fetch_profile.for_profile(fetch.Options("some/model"), str(profile))
+    fetch.run(options, False)
+    assert files(nodes / "elsewhere") == files(nodes / "here")
+    assert not (nodes / "192.0.2.7").exists()
+    plan = fetch.make_plan(options, threading.Event(), lambda _: None)
+    assert f"--profile {profile}" in fetch._again(options, plan)
+    assert "--to " not in fetch._again(options, plan)
+    fetch.run(fetch_profile.for_profile(options._replace(to=nodes / "here", sent="", profile=""), str(profile)), False)
+    assert files(nodes / "192.0.2.7") == files(nodes / "here")
 
 
 def test_a_machine_without_ssh_says_so(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_nodes, "SSH", (str(tmp_path / "no-ssh"),))
-    with pytest.raises(UnavailableError, match="no ssh here"):
+    monkeypatch.setattr(peers, "SSH", (str(tmp_path / "no-ssh"),))
+    with pytest.raises(UnavailableError, match="ssh cannot be run"):
         fetch.run(fetch.Options("some/model", tmp_path / "here", nodes=["spark-2"]), False)
 
 
