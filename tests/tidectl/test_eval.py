@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from packers.shards import Checkpoint
 from tests.bundled import DEEPSEEK, GLM, Mini
 from tests.tidectl.canned import Tidectl
-from tidectl.evals import answers, figures, plot, points
+from tidectl.evals import answers, figures, plot, points, show
 from tidectl.evals.texts import FILE, read
+from tided.engine.offline import logits
 from tided.engine.types import TokenLogprob
 from tided.errors import DataError
 
@@ -24,9 +25,9 @@ VOCAB = 12
 weights = st.lists(st.floats(-6, 6), min_size=VOCAB, max_size=VOCAB)
 
 
-def told(logits: list[float], token: int, top: int) -> TokenLogprob:
-    total = math.log(sum(map(math.exp, logits)))
-    logs = [one - total for one in logits]
+def told(values: list[float], token: int, top: int) -> TokenLogprob:
+    total = math.log(sum(map(math.exp, values)))
+    logs = [one - total for one in values]
     order = sorted(range(VOCAB), key=lambda at: -logs[at])
     return TokenLogprob(token, logs[token], [(at, logs[at]) for at in order[:top]], 1 + order.index(token))
 
@@ -48,9 +49,9 @@ def test_divergence_is_that_of_the_distributions_and_never_more(ours, theirs, to
     assert figures.divergence(told(ours, token, top), told(ours, token, top))[0] == pytest.approx(0, abs=1e-9)
 
 
-def judged(domain: str, losses: list[float]) -> figures.Judged:
+def judged(domain: str, losses: list[float], row: int = 1) -> figures.Judged:
     none = [0.0] * len(losses)
-    return figures.Judged(domain, losses, [loss < 1 for loss in losses], none, [False] * len(losses), none, 0.25)
+    return figures.Judged(domain, row, losses, [loss < 1 for loss in losses], none, [False] * len(losses), none, 0.25)
 
 
 def test_domains_weigh_alike_and_the_rise_is_paired():
@@ -64,9 +65,23 @@ def test_domains_weigh_alike_and_the_rise_is_paired():
     assert found["substituted_weight_share"] == 0.25
     rise = figures.rise(given_, reference)
     assert rise["mean"] == pytest.approx((1 + 0.25) / 2)
-    assert rise["low"] <= rise["mean"] + 1e-12
-    assert rise["mean"] <= rise["high"] + 1e-12
+    assert (rise["low"], rise["high"]) == (None, None)  # one row says nothing of how much rows differ
+    assert show.interval(rise) == "–"
+
+
+def test_the_interval_of_a_rise_is_of_rows_drawn_anew():
+    """Worked by hand: of two rows a quarter of the draws has the one twice, a quarter the other, so that the quantiles
+    at 2.5 and 97.5 % are the rows' own rises. A row's two answers are drawn together: by themselves they would rise by
+    2 and 0, and three of three draws be the second one in 1 of 27."""
+    reference = [judged("a", [1.0], 1), judged("a", [1.0], 1), judged("a", [1.0, 2.0], 2),
+                 judged("b", [1.0], 3), judged("b", [2.0], 4)]  # fmt: skip
+    given_ = [judged("a", [3.0], 1), judged("a", [1.0], 1), judged("a", [6.0, 3.0], 2),
+              judged("b", [1.0], 3), judged("b", [2.0], 4)]  # fmt: skip
+    rise = figures.rise(given_, reference)  # of a: 1 and 3 a token, together 2; of b: nothing; both weigh alike
+    assert rise == pytest.approx({"mean": 1.0, "low": 0.5, "high": 1.5})
+    assert rise["low"] < rise["mean"] < rise["high"]
     assert figures.rise(reference, reference) == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert show.interval(rise) == "+0.5000 to +1.5000"
 
 
 def test_texts_of_a_file_of_ones_own(tmp_path: Path):
@@ -81,6 +96,8 @@ def test_texts_of_a_file_of_ones_own(tmp_path: Path):
         assert [mini.tokenizer.decoder().feed(text.ids[text.prompt_tokens :])[:6] for text in found["texts"]] == [
             "Hello."
         ] * 2
+        assert [text.row for text in (*found["mine"], *found["texts"])] == [1, 2, 2]
+        assert found["texts"][0].cut(1).row == 2
         assert found["texts"][0].ids == found["texts"][1].ids[: len(found["texts"][0].ids)]
 
 
@@ -105,7 +122,8 @@ def test_a_line_that_is_no_text_is_named(tmp_path: Path, line: str, told: str):
 def row(case: str, share: float, loss: float, **changes) -> dict:
     mean = {"loss": loss, "top1": 0.5, "kl": 0.0, "other": 0.0, "tokens": 3}
     experts = {"residents": round(share), "experts": 100}
-    return {"model": "m", "texts": "k", "case": case, "overlay": "", "share": share, "mean": mean} | experts | changes
+    name = {"model": "m", "texts": "k", "top": 50, "reference": "exact", "case": case, "overlay": "", "share": share}
+    return name | {"mean": mean} | experts | changes
 
 
 def test_points_of_several_starts_are_kept_and_the_newest_of_a_case_counts(tmp_path: Path):
@@ -117,6 +135,14 @@ def test_points_of_several_starts_are_kept_and_the_newest_of_a_case_counts(tmp_p
         ("exact", 50, 1.0), ("fast", 50, 1.9), ("fast", 80, 1.2)
     ]  # fmt: skip
     assert len(file.read_text().splitlines()) == 4
+    # Another number of likeliest tokens is another measure of KL, and another reference another one of rise.
+    [alone] = points.kept(file, [row("fast", 50, 1.9, top=5)])
+    assert alone["top"] == 5
+    found = points.kept(file, [row("fast", 50, 1.8, reference="all resident")])
+    assert [(one["share"], one["reference"]) for one in found] == [
+        (50, "exact"), (50, "exact"), (80, "exact"), (50, "all resident")
+    ]  # fmt: skip
+    assert len(file.read_text().splitlines()) == 6
     assert [path.name for path in tmp_path.iterdir()] == ["points.jsonl"]
     file.write_text("[]")
     with pytest.raises(DataError, match="no points"):
@@ -162,6 +188,33 @@ def evaluated(tidectl: Tidectl, mini: Mini, *options: str) -> dict:
     assert found["schema"] == "tidectl.eval/1"
     assert found["texts"]["file"] == str(FILE)
     return found
+
+
+@pytest.mark.parametrize("mini", [DEEPSEEK, GLM], ids=str)
+def test_the_figures_of_known_texts_are_those_of_their_logits(tidectl: Tidectl, mini: Mini, tmp_path: Path):
+    """Of every token of an answer, and of no other: against the logits of the whole text."""
+    file = tmp_path / "mine.jsonl"
+    turns = [{"role": "user", "content": "Where do foxes live?"}, {"role": "assistant", "content": "By the blue sea."}]
+    file.write_text(
+        json.dumps({"text": "The tide goes out and comes back. " * 12}) + "\n" + json.dumps({"messages": turns})
+    )
+    ran = tidectl(
+        "eval", str(PROFILES / f"mini-{mini.name}.toml"), "--data", str(file), "--budget", "100", "--json",
+    )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    report = json.loads(ran.stdout)
+    whole = report["rows"][0]
+    assert (whole["top"], whole["reference"], report["reference"]) == (50, "all resident", "all resident")
+    losses, hits = [], []
+    for text in read(mini.path, 10_000, file)["texts"]:
+        assert text.answer_tokens > 1
+        rows = logits(mini.path, text.ids).log_softmax(-1)[text.prompt_tokens - 1 : -1]
+        answer = text.ids[text.prompt_tokens :]
+        losses += [-float(row[token]) for row, token in zip(rows, answer, strict=True)]
+        hits += [int(row.argmax()) == token for row, token in zip(rows, answer, strict=True)]
+    assert whole["mean"]["tokens"] == len(losses)
+    assert whole["mean"]["loss"] == pytest.approx(sum(losses) / len(losses), abs=2e-3)
+    assert whole["mean"]["top1"] == pytest.approx(sum(hits) / len(hits))
 
 
 @pytest.mark.parametrize("mini", [DEEPSEEK, GLM], ids=str)

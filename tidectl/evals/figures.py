@@ -14,11 +14,13 @@ SEED = 0
 
 
 class Judged(NamedTuple):
-    """One text's answer. In nats a token: `losses`, and `apart`, how far the distribution is from the reference's;
-    `hits`: the token is the likeliest; `other`: the likeliest token is not the reference's; `covered`: the share of the
-    reference's probability that `apart` has seen token by token."""
+    """One text's answer. `row`: the line of the file that it is of, with other answers of its conversation. In nats a
+    token: `losses`, and `apart`, how far the distribution is from the reference's; `hits`: the token is the likeliest;
+    `other`: the likeliest token is not the reference's; `covered`: the share of the reference's probability that
+    `apart` has seen token by token."""
 
     domain: str
+    row: int
     losses: list[float]
     hits: list[bool]
     apart: list[float]
@@ -29,6 +31,7 @@ class Judged(NamedTuple):
 
 def judge(
     domain: str,
+    row: int,
     given: Sequence[TokenLogprob],
     reference: Sequence[TokenLogprob],
     substituted: float | None,
@@ -38,6 +41,7 @@ def judge(
     divergences = [divergence(one, whole) for one, whole in pairs]
     return Judged(
         domain,
+        row,
         [-one.logprob for one in given],
         [one.rank == 1 for one in given],
         [apart for apart, _ in divergences],
@@ -93,16 +97,24 @@ def _figures(judged: Sequence[Judged]) -> dict[str, float]:
     }
 
 
-def rise(given: Sequence[Judged], reference: Sequence[Judged]) -> dict[str, float]:
+def rise(given: Sequence[Judged], reference: Sequence[Judged]) -> dict[str, float | None]:
     """Nats a token that `given` loses more than `reference` on the same texts, domains weighing alike, with the 95 %
-    interval of a bootstrap over texts."""
-    rng, means, rises = np.random.default_rng(SEED), np.zeros(DRAWS), []
+    interval of a bootstrap over rows: answers of one conversation are drawn together. Without an interval where a
+    domain has one row alone, which says nothing of how much rows differ."""
+    rng, means, rises, known = np.random.default_rng(SEED), np.zeros(DRAWS), [], True
     names = _names(reference)
     for name in names:
-        pairs = [(a, b) for a, b in zip(given, reference, strict=True) if b.domain == name]
-        rows = np.array([(sum(a.losses) - sum(b.losses), len(b.losses)) for a, b in pairs])
+        summed: dict[int, list[float]] = {}
+        for a, b in zip(given, reference, strict=True):
+            if b.domain == name:
+                of = summed.setdefault(b.row, [0.0, 0.0])
+                of[0] += sum(a.losses) - sum(b.losses)
+                of[1] += len(b.losses)
+        rows = np.array(list(summed.values()))
+        known &= len(rows) > 1
         drawn = rows[rng.integers(len(rows), size=(DRAWS, len(rows)))].sum(axis=1)
         means += drawn[:, 0] / drawn[:, 1] / len(names)
         rises.append(rows[:, 0].sum() / rows[:, 1].sum())
     low, high = np.quantile(means, [0.025, 0.975])
-    return {"mean": float(np.mean(rises)), "low": float(low), "high": float(high)}
+    ends = (float(low), float(high)) if known else (None, None)
+    return {"mean": float(np.mean(rises)), "low": ends[0], "high": ends[1]}

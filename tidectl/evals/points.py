@@ -7,23 +7,26 @@ from typing import Any
 
 from tided.errors import DataError, UnavailableError
 
-NAMES = ("model", "texts", "case", "overlay", "share")
+NAMES = ("model", "texts", "top", "reference", "case", "overlay", "share")
+ALIKE = ("model", "texts", "top")
+"""What rows have in common that stand in one table. Their references may differ: rise and KL are compared only where
+those are the same."""
 MOST_BYTES = 64 << 20
 
 
 def kept(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds the rows to the file, in place of older ones of the same case; gives all that are of the same model and
-    texts. Raises DataError for a file of something else."""
+    """Adds the rows to the file, in place of older ones of the same case; gives all that are of the same model, texts
+    and number of likeliest tokens. Raises DataError for a file of something else."""
     old = _read(file)
-    names = {_name(row) for row in rows}
-    every = [row for row in old if _name(row) not in names] + rows
+    names = {_of(row, NAMES) for row in rows}
+    every = [row for row in old if _of(row, NAMES) not in names] + rows
     _write(file, every)
-    same = {(row["model"], row["texts"]) for row in rows}
-    return [row for row in every if (row["model"], row["texts"]) in same]
+    same = {_of(row, ALIKE) for row in rows}
+    return [row for row in every if _of(row, ALIKE) in same]
 
 
-def _name(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in NAMES)
+def _of(row: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in names)
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

@@ -52,7 +52,8 @@ def run(profile: Path | None, url: str | None, options: Options, as_json: bool) 
         rows = measured(target, texts, reference, cases, options.top, progress)
         checks = _checks(target, cases, options, progress)
     key = hashlib.blake2b("".join(text.key for text in texts).encode(), digest_size=8).hexdigest()
-    rows = [{"model": target.name, "texts": key} | row for row in rows]
+    alike = {"model": target.name, "texts": key, "top": options.top, "reference": reference.label}
+    rows = [alike | row for row in rows]
     shown = points.kept(options.points, rows) if options.points else rows
     if options.plot:
         from tidectl.evals import plot
@@ -136,7 +137,7 @@ def measured(
                 scored = _scored(scorer, texts, case, progress)
                 whole = whole or scored
                 judged = [
-                    judge(text.domain, answer(text, one), answer(text, other), one.substituted)
+                    judge(text.domain, text.row, answer(text, one), answer(text, other), one.substituted)
                     for text, one, other in zip(texts, scored, whole, strict=True)
                 ]
                 first = first or judged

@@ -26,8 +26,9 @@ def show(report: dict[str, Any]) -> None:
         say(f"{report['plot']}: loss by budget")
     if report["answers"]:
         console(sys.stdout).print(answers_table(report["answers"]["rows"]))
+    references = " or ".join(dict.fromkeys(row["reference"] for row in rows))
     say(
-        f"Loss and KL in nats a token, domains weighing alike. KL is from {report['reference']}, over the "
+        f"Loss and KL in nats a token, domains weighing alike. KL is from {references}, over the "
         f"{report['top']} likeliest tokens, all others as one: the whole one is not less.",
         "dim",
     )
@@ -47,13 +48,18 @@ def table(rows: list[dict[str, Any]]) -> "RenderableType":
             f"{row['share']:.0f} %",
             f"{mean['loss']:.4f}",
             f"{100 * mean['top1']:.1f} %",
-            f"{rise['mean']:+.4f} ({rise['low']:+.4f} to {rise['high']:+.4f})",
+            f"{rise['mean']:+.4f} ({interval(rise)})",
             f"{mean['kl']:.4f}",
             f"{100 * mean['other']:.1f} %",
             "" if share is None else f"{100 * share:.1f} %",
         )
         made.add_row(*map(plain, cells))
     return made
+
+
+def interval(rise: dict[str, float | None]) -> str:
+    low, high = rise["low"], rise["high"]
+    return "–" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
 
 
 def domains(rows: list[dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ what the texts are about. The bundled ones (`heldout.jsonl`, drawn by `bench/hel
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,12 @@ class Row(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Text:
-    """`ids`: the prompt, then the answer, its end token included."""
+    """`ids`: the prompt, then the answer, its end token included. `row`: the line that it is of."""
 
     domain: str
     ids: list[int]
     prompt_tokens: int
+    row: int = 0
 
     @property
     def answer_tokens(self) -> int:
@@ -70,7 +71,7 @@ class Text:
         return hashlib.blake2b(f"{self.prompt_tokens} {self.ids}".encode(), digest_size=12).hexdigest()
 
     def cut(self, answer_tokens: int) -> "Text":
-        return Text(self.domain, self.ids[: self.prompt_tokens + answer_tokens], self.prompt_tokens)
+        return replace(self, ids=self.ids[: self.prompt_tokens + answer_tokens])
 
 
 def read(checkpoint: Path, most_tokens: int, file: Path = FILE) -> dict[str, list[Text]]:
@@ -84,7 +85,7 @@ def read(checkpoint: Path, most_tokens: int, file: Path = FILE) -> dict[str, lis
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"line {number} is no conversation of this model: {error}", where=str(file)) from error
         texts.setdefault(row.domain, []).extend(
-            text for text in found if len(text.ids) <= most_tokens and text.answer_tokens > 0
+            replace(text, row=number) for text in found if len(text.ids) <= most_tokens and text.answer_tokens > 0
         )
     return texts
 
