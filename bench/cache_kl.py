@@ -14,7 +14,7 @@ row, of the distributions of the next token:
     same        rows whose likeliest token is the same
     loss        of the text's own next tokens, and what it is more than BF16's
 
-Fails where the mean KL of FP8 exceeds --most-kl. Without rounding (fp32) it is FP8's alone; with it, streams in bf16
+Fails where the mean KL of FP8 exceeds --most-kl, and says whether its interval stays within. Without rounding (fp32) it is FP8's alone; with it, streams in bf16
 that differ in a last bit choose other experts and tokens now and then, as the ranks' rows show.
 """
 
@@ -153,7 +153,15 @@ def main(arguments: list[str]) -> int:
     except TideError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    return int(any(row.kl_mean > asked.most_kl for row in rows if row.form.startswith("fp8")))
+    judged = [row for row in rows if row.form.startswith("fp8")]
+    for row in judged:
+        print(verdict(row, asked.most_kl), file=sys.stderr if asked.json else sys.stdout)
+    return int(any(row.kl_mean > asked.most_kl for row in judged))
+
+
+def verdict(row: Row, most: float) -> str:
+    mean, high = ("within" if value <= most else "beyond" for value in (row.kl_mean, row.kl_high))
+    return f"{row.form}: the mean KL is {mean} {most:g}, the upper end of its interval ({row.kl_high:.2e}) {high} it"
 
 
 def shown(found: Iterator[Row], as_json: bool) -> Iterator[Row]:

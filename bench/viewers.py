@@ -7,8 +7,9 @@ answer, in blocks of 40 tokens by turns without a viewer and with VIEWERS that r
 What counts is each block against the mean of the two around it, which had no viewers: its median step, and the
 processor's time for a token, which other programs change less. Then the publisher alone at the largest model's shape,
 40 layers of 480, 200 experts moving and all heat new ten times a second: its share of a core.
-Exits with 1 where a step of the answer is slower by more than LIMIT percent and twice its standard error. To be run at
-rest.
+Exits with 1 where a step of the answer is slower by more than LIMIT percent and twice its standard error, where twice
+the error is more than LIMIT itself, so that nothing is known, and where the publisher takes more than PUBLISHER percent
+of a core. To be run at rest.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from tided.engine.board import ExpertBoard
 from tided.engine.local_ranks import free_port
 
 ROOT = Path(__file__).parents[1]
-VIEWERS, BLOCK_TOKENS, LIMIT_PERCENT = 4, 40, 1.0
+VIEWERS, BLOCK_TOKENS, LIMIT_PERCENT, PUBLISHER_PERCENT = 4, 40, 1.0, 1.0
 PROFILE = """
 [model]
 path = "{root}/minis/deepseek"
@@ -228,7 +229,24 @@ def main() -> int:
         "publisher_core_percent": round(100 * publisher_share(10), 2),
     }
     print(json.dumps(found) if given.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
-    return slower > LIMIT_PERCENT + 2 * error
+    complaints = missed(found)
+    print("\n".join(complaints), file=sys.stderr)
+    return int(bool(complaints))
+
+
+def missed(found: dict[str, Any]) -> list[str]:
+    """What is over its limit, in words."""
+    slower, error, publisher = (
+        found[name] for name in ("slower_percent", "slower_standard_error", "publisher_core_percent")
+    )
+    complaints = []
+    if not slower <= LIMIT_PERCENT + 2 * error:
+        complaints.append(f"a step is slower by {slower} %, to be at most {LIMIT_PERCENT}")
+    if not 2 * error <= LIMIT_PERCENT:
+        complaints.append(f"too noisy: run at rest (twice the standard error is {2 * error:.2f} %)")
+    if not publisher <= PUBLISHER_PERCENT:
+        complaints.append(f"the publisher takes {publisher} % of a core, to be at most {PUBLISHER_PERCENT}")
+    return complaints
 
 
 if __name__ == "__main__":

@@ -59,6 +59,12 @@ def test_help_names_every_command_and_exit_code(tidectl: Tidectl) -> None:
     assert tidectl("profile", "-h").exit_code == 0
 
 
+def test_the_readme_names_every_command() -> None:
+    shown = [name for name, command in typer.main.get_command(app).commands.items() if not command.hidden]
+    [line] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `tidectl --help`")]
+    assert sorted(re.findall(r"`(\w+)`", line)) == sorted(shown)
+
+
 def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, command in group.commands.items():
         yield (*path, name), command
