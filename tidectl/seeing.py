@@ -3,12 +3,14 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from tidectl import record, supervisor
 from tidectl.node_messages import Look, Seen
 from tidectl.nodes import Node
+from tidectl.peers import Peer
 from tidectl.running import Machine, Rank, Snapshot, look, ranks_of, state_of
-from tidectl.team import Team
+from tidectl.team import Here, Team
 from tided.errors import TideError
 
 PEER_S = 10.0
@@ -17,27 +19,53 @@ RATE_S = 0.3  # over which reads are counted
 Answers = dict[Node, Seen | TideError]
 
 
+class Watch:
+    """Looks again and again, over the same connections as long as the nodes are the same."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir, self._nodes = state_dir, list[Node]()
+        self._team = Team([], state_dir)
+
+    def look(self) -> Snapshot:
+        """As `running.look`, with the other nodes' ranks, their memory and what they read from disks. Changes
+        nothing."""
+        found = record.read(self._state_dir)
+        known = found.nodes if found else [Node("", (), True)]
+        nodes = [node for node in known if node.here or (found and not found.over)]
+        if nodes != self._nodes:
+            self.close()
+            self._team, self._nodes = Team(nodes, self._state_dir), nodes
+        first = _ask(self._team, self._team.members)
+        here = look(self._state_dir)
+        second = _again(self._team, first) if here.state == "serving" else first
+        return _joined(here, first, second)
+
+    def close(self) -> None:
+        self._team.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def look_everywhere(state_dir: Path) -> Snapshot:
-    """As `look`, with the other nodes' ranks, their memory and what they read from disks. Changes nothing."""
-    found = record.read(state_dir)
-    nodes = found.nodes if found else [Node("", (), True)]
-    with Team([node for node in nodes if node.here or (found and not found.over)], state_dir) as team:
-        first = _ask(team)
-        here = look(state_dir)
-        second = _again(team, first) if here.state == "serving" else first
-    return _joined(here, first, second)
+    """Once."""
+    with Watch(state_dir) as watch:
+        return watch.look()
 
 
-def _ask(team: Team) -> Answers:
-    answers = team.each([(member, Look()) for member in team.members], Seen, PEER_S)
-    return {member.node: answer for member, answer in zip(team.members, answers, strict=True)}
+def _ask(team: Team, members: Sequence[Here | Peer]) -> Answers:
+    answers = team.each([(member, Look()) for member in members], Seen, PEER_S)
+    return {member.node: answer for member, answer in zip(members, answers, strict=True)}
 
 
 def _again(team: Team, first: Answers) -> Answers:
-    """Far enough behind the first answers that a rate can be told."""
+    """Far enough behind the first answers that a rate can be told. Who gave none is not waited for twice."""
     began = max((seen.time_s for node, seen in first.items() if isinstance(seen, Seen) and node.here), default=0.0)
     time.sleep(min(RATE_S, max(0.0, began + RATE_S - time.time())))
-    return _ask(team)
+    return first | _ask(team, [member for member in team.members if isinstance(first[member.node], Seen)])
 
 
 def _joined(here: Snapshot, first: Answers, second: Answers) -> Snapshot:

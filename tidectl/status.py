@@ -11,7 +11,7 @@ import msgspec
 from tidectl import profiles, supervisor
 from tidectl.output import console, emit, is_terminal, plain, say
 from tidectl.running import Machine, Rank, Snapshot, headline
-from tidectl.seeing import look_everywhere
+from tidectl.seeing import Watch, look_everywhere
 from tidectl.state import state_dir
 from tided.errors import TideError
 
@@ -27,7 +27,10 @@ WATCH_S = 1.0
 
 def show(as_json: bool) -> int:
     """The exit code: 0 serving, 3 nothing runs, 4 anything between."""
-    now = look_everywhere(state_dir())
+    return _tell(look_everywhere(state_dir()), as_json)
+
+
+def _tell(now: Snapshot, as_json: bool) -> int:
     if as_json:
         emit("status/1", _as_data(now))
     elif now.state == "stopped":
@@ -39,17 +42,17 @@ def show(as_json: bool) -> int:
 
 def watch(as_json: bool) -> int:
     """The same again and again, until interrupted: on a terminal in place, else one after the other."""
-    directory = state_dir()
-    if as_json or not is_terminal(sys.stdout):
-        while True:
-            show(as_json)
-            time.sleep(WATCH_S)
-    from rich.live import Live
+    with Watch(state_dir()) as looking:
+        if as_json or not is_terminal(sys.stdout):
+            while True:
+                _tell(looking.look(), as_json)
+                time.sleep(WATCH_S)
+        from rich.live import Live
 
-    with Live(console=console(sys.stdout), screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(_screen(look_everywhere(directory)), refresh=True)
-            time.sleep(WATCH_S)
+        with Live(console=console(sys.stdout), screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(_screen(looking.look()), refresh=True)
+                time.sleep(WATCH_S)
 
 
 def _as_data(now: Snapshot) -> dict[str, Any]:

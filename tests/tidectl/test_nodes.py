@@ -17,7 +17,7 @@ import pytest
 
 from tests.tidectl.canned import Tidectl
 from tests.tidectl.test_lifecycle import free_ports, within
-from tidectl import lifecycle, nodes, peers, record, seeing, starting, stopping, supervisor
+from tidectl import lifecycle, nodes, peers, record, seeing, starting, status, stopping, supervisor
 from tidectl.node_messages import PROTOCOL, About, Done, Lines, Look, Process, Seen, Tail
 from tidectl.node_work import seen
 from tidectl.nodes import Node, nodes_of
@@ -340,6 +340,32 @@ def test_a_dead_rank_on_a_peer_is_seen(tidectl: Tidectl, profile: Path, there: P
     assert f"{PEER}: rank 1 was killed by signal 9" in found.stdout
     assert tidectl("stop").exit_code == 0
     assert tidectl("status").exit_code == 3
+
+
+def test_watching_keeps_its_connections_and_waits_once_for_a_peer_that_hangs(
+    tidectl: Tidectl, profile: Path, hosts: Path, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connections() -> int:
+        return (hosts / PEER / "commands").read_text().count("tidectl.node")
+
+    def told(_: str, data: dict[str, object]) -> None:
+        states.append(data["state"])
+        if len(states) == 3:
+            raise KeyboardInterrupt
+
+    states: list[object] = []
+    assert tidectl("start", str(profile)).exit_code == 0
+    monkeypatch.setattr(status, "WATCH_S", 0.0)
+    monkeypatch.setattr(status, "emit", told)
+    before = connections()
+    assert tidectl("status", "--watch", "--json").exit_code == 130
+    assert states == ["serving"] * 3
+    assert connections() == before + 1
+    monkeypatch.setattr(peers, "HELLO_S", 0.5)
+    fails(hosts, "hang")
+    found = tidectl("status")
+    assert (found.exit_code, f"{PEER}: it does not answer in time" in found.stdout) == (4, True)
+    assert connections() == before + 2
 
 
 @pytest.mark.parametrize("alive", [True, False])
