@@ -14,8 +14,9 @@ row, of the distributions of the next token:
     same        rows whose likeliest token is the same
     loss        of the text's own next tokens, and what it is more than BF16's
 
-Fails where the mean KL of FP8 exceeds --most-kl, and says whether its interval stays within. Without rounding (fp32) it is FP8's alone; with it, streams in bf16
-that differ in a last bit choose other experts and tokens now and then, as the ranks' rows show.
+Fails where the mean KL of FP8 exceeds --most-kl, and says whether its interval stays within. Without rounding (fp32) it
+is FP8's alone; with it, streams in bf16 that differ in a last bit choose other experts and tokens now and then, as the
+ranks' rows show.
 """
 
 import argparse

@@ -2,8 +2,10 @@
 
     python bench/heldout/draw.py > tidectl/evals/heldout.jsonl
 
-Conversations come from the generators of the mini's training data, from a seed that training never used; prose and code
-from this repository, which training never saw. A line is a conversation as a client would send it, or a plain text.
+Conversations come from the generators of the mini's training data, from a seed that training never used: others from
+the same small worlds, so that many of their answers occur in training too, of `lang` and `qa` most (`seen.py` counts
+them). Prose and code are from this repository, which training never saw. A line is a conversation as a client would
+send it, or a plain text.
 """
 
 import argparse

@@ -2,7 +2,9 @@
 
 A line of a file is a plain text, {"text": ...}, whose first tokens are the prompt; or a conversation as a client sends
 it, {"messages": [...], "tools": [...], "thinking": ..., "effort": ...}, of which every answer counts. "domain" names
-what the texts are about. The bundled ones (`heldout.jsonl`, drawn by `bench/heldout/draw.py`) no training has seen.
+what the texts are about. Of the bundled ones (`heldout.jsonl`, drawn by `bench/heldout/draw.py`) no training has seen
+prose and code; the conversations are others from the small worlds that the minis were trained on, and many of their
+answers occur in training too, of `lang` and `qa` most (`bench/heldout/seen.py` counts them).
 """
 
 import hashlib
