@@ -9,6 +9,7 @@ from tidectl import profiles
 from tidectl.differing import Rank, declared
 from tidectl.nodes import nodes_of
 from tidectl.output import console, emit, plain, report, say
+from tidectl.peers import is_late
 from tidectl.preflight import check_profile
 from tidectl.waiting import Item, waiting
 from tided import guard
@@ -16,8 +17,6 @@ from tided.errors import GuardError
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-CLOCK_S = 0.5  # logs of several nodes are merged by time
 
 Row = tuple[str, list[str]]
 """A fact, and its value by rank."""
@@ -60,7 +59,7 @@ def differences(ranks: Sequence[Rank]) -> list[Row]:
 
 def late_clocks(ranks: Sequence[Rank]) -> list[Rank]:
     """One rank a node whose clock is surely off."""
-    return [rank for rank in _by_node(ranks) if abs(rank.skew_s[0]) > CLOCK_S + rank.skew_s[1]]
+    return [rank for rank in _by_node(ranks) if is_late(rank.skew_s)]
 
 
 def _by_node(ranks: Sequence[Rank]) -> list[Rank]:

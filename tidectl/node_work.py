@@ -37,7 +37,6 @@ from tidectl.node_messages import (
     Seen,
     Tail,
 )
-from tidectl.nodes import is_ours
 from tidectl.processes import POLL_S
 from tidectl.room import room_of
 from tidectl.sent import adapted
@@ -45,6 +44,7 @@ from tided import guard
 from tided.control.files import write_private
 from tided.errors import ConfigError, NotRunningError, UnavailableError
 from tided.profile import load_for_start
+from tided.profile.instances import is_own_address
 
 BEGINNING_S = 10.0  # from a supervisor's start until it tells of its ranks
 SOURCES = (*guard.SOURCE_PACKAGES, "tidectl")
@@ -90,7 +90,7 @@ class Work:
 
     def _prepare(self, request: Prepare) -> Prepared:
         """Everything that this node can refuse is refused before a rank is started anywhere."""
-        if not is_ours(request.host):
+        if not is_own_address(request.host):
             raise ConfigError(f"{request.host} in parallel.hosts is no address of the machine that answers there")
         from tided.control.keys import load_keys  # with the library of the control plane
 

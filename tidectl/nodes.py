@@ -1,10 +1,9 @@
 """The nodes of a profile: which ranks share a machine. A node is an address: ranks with one address are on one machine,
 other addresses are other machines."""
 
-import socket
-from contextlib import suppress
 from typing import NamedTuple
 
+from tided.profile.instances import is_own_address
 from tided.settings import Parallel
 
 
@@ -23,7 +22,7 @@ def nodes_of(parallel: Parallel) -> list[Node]:
     """Rank 0's first. At most one is this machine: the first whose address is one of its own."""
     if not parallel.hosts:
         return [Node("", tuple(range(parallel.ranks)), True)]
-    ours = next((host for host in parallel.hosts if is_ours(host)), None)
+    ours = next((host for host in parallel.hosts if is_own_address(host)), None)
     ranks = {host: tuple(n for n, other in enumerate(parallel.hosts) if other == host) for host in parallel.hosts}
     return [Node(host, numbers, host == ours) for host, numbers in ranks.items()]
 
@@ -31,13 +30,3 @@ def nodes_of(parallel: Parallel) -> list[Node]:
 def local_ranks(parallel: Parallel) -> list[int]:
     """The ranks of this machine."""
     return [rank for node in nodes_of(parallel) if node.here for rank in node.ranks]
-
-
-def is_ours(host: str) -> bool:
-    """Only an address of this machine can be bound; a datagram socket claims no port of a service."""
-    with suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-            return True
-    return False

@@ -46,6 +46,7 @@ SSH = (
 NODE = (sys.executable, "-P", "-m", "tidectl.node")
 SSH_FAILED, NOT_FOUND = 255, (126, 127)  # exit codes: of ssh itself, of the shell there
 SAID_LINES = 3
+MOST_SKEW_S = 0.5  # of clocks: logs of several nodes are merged by time
 MAX_UNMARKED_BYTES = 1 << 20  # what a login shell may say
 
 Kind = TypeVar("Kind", bound=Reply)
@@ -198,6 +199,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(wait_s)
             return
+
+
+def is_late(skew_s: tuple[float, float]) -> bool:
+    """Whether a clock, by `Peer.skew_s`, is surely off."""
+    return abs(skew_s[0]) > MOST_SKEW_S + skew_s[1]
 
 
 def of_kind(reply: Reply, kind: type[Kind], node: Node) -> Kind:

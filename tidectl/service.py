@@ -1,18 +1,17 @@
 """`tidectl service`: writes the files of `tidectl.service_files`, takes them away, shows them."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tidectl import units
 from tidectl.output import emit, say
 from tidectl.service_files import File, enabled, files, is_ours, read
-from tided.errors import PermissionError_, TideError, UnavailableError, UsageError
+from tided.errors import PermissionError_, TideError, UsageError
 
 COMMAND_S = 60.0
-RUNNING = Path("/run/systemd/system")  # there where systemd is PID 1: sd_booted(3)
 HIDDEN = {
     "/home": "ProtectHome=",
     "/root": "ProtectHome=",
@@ -42,7 +41,7 @@ def install(options: Options, as_json: bool) -> None:
         _refuse_changed(wrong, options.force)
         _as_permitted(_write, wrong)
         for command in commands:
-            _run(command)
+            units.run(command, COMMAND_S)
     _tell("service-install/1", found, commands, options, as_json)
     if not as_json:
         _say_installed(wrong, commands, options)
@@ -59,7 +58,7 @@ def uninstall(options: Options, as_json: bool) -> None:
         _refuse_changed(found, options.force)
         _as_permitted(_remove, [*links, *(file.path for file in found)])
         for command in commands:
-            _run(command)
+            units.run(command, COMMAND_S)
     _tell("service-uninstall/1", found, commands, options, as_json, links)
     if not as_json:
         would = "would be removed" if options.dry_run else "removed"
@@ -121,7 +120,7 @@ def _found(root: Path, prefix: str) -> list[File]:
 
 
 def _is_live(root: Path) -> bool:
-    return root == Path("/") and RUNNING.is_dir()
+    return root == Path("/") and units.BOOTED.is_dir()
 
 
 def _commands(root: Path) -> list[list[str]]:
@@ -133,17 +132,6 @@ def _commands(root: Path) -> list[list[str]]:
         ["systemd-tmpfiles", "--create", "/etc/tmpfiles.d/tidelm.conf"],
         ["systemctl", "daemon-reload"],
     ]
-
-
-def _run(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UnavailableError(f"`{' '.join(command)}` did not run: {error}") from None
-    if done.returncode:
-        why = done.stderr.strip() or done.stdout.strip()
-        raise UnavailableError(f"`{' '.join(command)}` failed with {done.returncode}: {why}")
-    return done.stdout
 
 
 def _refuse_changed(wrong: Sequence[File], force: bool) -> None:
@@ -159,7 +147,7 @@ def _refuse_running(root: Path) -> None:
     if not _is_live(root):
         return
     pattern = ["list-units", "--plain", "--no-legend", "--state=active,activating,deactivating,reloading", "tided@*"]
-    running = [line.split()[0] for line in _run(["systemctl", *pattern]).splitlines() if line.strip()]
+    running = [line.split()[0] for line in units.run(["systemctl", *pattern]).splitlines() if line.strip()]
     if running:
         raise TideError(f"running: {', '.join(running)}", hint="`tidectl stop`, or systemctl stop 'tided@*'")
 

@@ -215,11 +215,12 @@ def _systemctl(*arguments: str) -> str:
     return run(["systemctl", "--no-pager", "--no-ask-password", *arguments])
 
 
-def run(command: Sequence[str]) -> str:
+def run(command: Sequence[str], timeout_s: float = COMMAND_S) -> str:
+    """What it writes. Raises UnavailableError for one that does not run, fails, or takes too long."""
     environment = {**os.environ, "LC_ALL": "C.UTF-8"}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=COMMAND_S, check=False, env=environment
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False, env=environment
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"`{' '.join(command)}` did not run: {error}") from None

@@ -30,6 +30,7 @@ from tests.tidectl.fixture_machine import (
     view_on,
 )
 from tests.tidectl.terminal import on_a_terminal
+from tidectl import runner
 from tidectl.doctor import disks, links, memory, nodes, served, software, weights
 from tidectl.doctor.check import Check, View, fail, ok, skip, warn
 from tidectl.doctor.engine import Answer, Examined
@@ -486,6 +487,17 @@ def test_a_state_directory_that_others_read(view: View) -> None:
     assert "mode 0644" in served.keys(view).evidence
     key.chmod(0o600)
     assert served.keys(view).verdict == "ok"
+
+
+def test_where_units_run_the_ranks_their_keys_are_roots(
+    view: View, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner.units, "in_use", lambda directory: directory == view.state_dir)
+    monkeypatch.setattr(runner, "SITE_DIR", tmp_path / "etc")
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "curve.key").write_text("secret")
+    (tmp_path / "etc" / "curve.key").chmod(0o644)
+    assert f"{tmp_path / 'etc' / 'curve.key'} has mode 0644" in served.keys(view).evidence
 
 
 def test_a_profile_and_its_mistakes(view: View) -> None:

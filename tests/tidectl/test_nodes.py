@@ -526,7 +526,7 @@ def test_a_host_that_looks_like_an_option_is_none() -> None:
 def test_another_machine_than_rank_0s_starts_its_own_alone(
     tidectl: Tidectl, profile: Path, state: Path, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "is_ours", lambda host: host == "203.0.113.8")
+    monkeypatch.setattr(nodes, "is_own_address", lambda host: host == "203.0.113.8")
     profile.write_text(profile.read_text().replace("['127.0.0.1', '127.0.0.2']", "['203.0.113.7', '203.0.113.8']"))
     ran = tidectl("start", str(profile))
     assert (ran.exit_code, "rank 0 is on 203.0.113.7" in ran.stderr) == (2, True)

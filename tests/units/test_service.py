@@ -204,7 +204,7 @@ def live(root, monkeypatch):
         return subprocess.CompletedProcess(command, 0, listed if "list-units" in command else "", "")
 
     monkeypatch.setattr(service, "_is_live", lambda _: True)
-    monkeypatch.setattr(service.subprocess, "run", called)
+    monkeypatch.setattr(subprocess, "run", called)
     return calls, units
 
 

@@ -1,8 +1,7 @@
 """The other nodes: whether ssh gets there, and whether their clocks agree with ours."""
 
 from tidectl.doctor.check import Finding, View, fail, ok, warn
-
-MOST_SKEW_S = 1.0
+from tidectl.peers import is_late
 
 
 def ssh(view: View) -> Finding:
@@ -20,6 +19,6 @@ def clock(view: View) -> Finding:
     if not known:
         return warn("no other node answers", "see node.ssh")
     seen = ", ".join(f"{peer.host} {peer.ahead_s:+.2f} s (within {peer.trip_s / 2:.2f})" for peer in known)
-    if any(abs(peer.ahead_s) - peer.trip_s / 2 > MOST_SKEW_S for peer in known):
+    if any(is_late((peer.ahead_s, peer.trip_s / 2)) for peer in known):
         return warn(seen, "let both follow one clock: `timedatectl set-ntp true`")
     return ok(seen)

@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from tidectl import fits
+from tidectl import fits, runner
 from tidectl.doctor.check import Finding, View, fail, ok, skip, warn
 from tidectl.profiles import name_of
 from tidectl.running import headline
@@ -100,7 +100,7 @@ def keys(view: View) -> Finding:
     assert view.settings is not None
     if view.settings.parallel.ranks == 1:
         return skip("one rank talks to nobody")
-    path = Path(view.settings.parallel.key_file or view.state_dir / "curve.key")
+    path = Path(view.settings.parallel.key_file or runner.key_file(view.state_dir))
     try:
         found = path.stat()
     except FileNotFoundError:
