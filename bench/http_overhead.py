@@ -61,7 +61,13 @@ class Source(SimpleNamespace):
 
     def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop, ids: Sequence[int], streams: int) -> None:
         super().__init__(
-            residency=Residency(1, 1, 1, ""), expert_reads={}, data_plane={}, seq=0, last_step_s=0.0, traces=None
+            residency=Residency(1, 1, 1, ""),
+            expert_reads={},
+            data_plane={},
+            seq=0,
+            last_step_s=0.0,
+            traces=None,
+            living=(1, 1),
         )
         self.client, self.loop, self.ids, self.streams = client, loop, ids, streams
         self.requests: list[Request] = []

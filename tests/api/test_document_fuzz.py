@@ -109,7 +109,10 @@ def test_bodies(url, operation, mode):
         case.validate_response(reply, checks=[one for one in CHECKS if one not in without])
 
     tried()
-    assert counts[200] if mode.is_positive else counts[400], counts
+    if "{" in operation.path:
+        assert set(counts) <= {400, 404}, counts  # of an id that nobody has
+    else:
+        assert counts[200] if mode.is_positive else counts[400], counts
 
 
 @pytest.mark.timeout(0)

@@ -226,6 +226,7 @@ def test_a_rank_that_had_stopped_when_the_word_came_has_stopped(tmp_path):
     behave(tmp_path, 1, "gone")
     with starting(tmp_path) as pair:
         until(lambda: (state := pair.state(1)) and state.phase == "stopped")
+        until(lambda: pair.state(0))  # it takes the word by now
         until(lambda: pair.run)
         supervisor.stop(pair.state_dir, 10)
         last = pair.ended()

@@ -33,12 +33,12 @@ seed = "{of.path}/demand-seed.json"
 [cache]
 context_tokens = 1024
 pool_tokens = 2048
+[audit]
+remember_tokens = 20000
 [engine]
 lanes = {lanes}
 queue = {queue}
 guard_every_steps = 8
-[audit]
-remember_tokens = 20000
 {extra}
 """
 

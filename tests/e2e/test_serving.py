@@ -48,6 +48,22 @@ def residents(model, pair):
     return health["residents"]
 
 
+async def test_traffic_of_one_kind_moves_the_resident_set_towards_it(pair, residents):
+    """What the first answers had to substitute, the later ones find resident. Here first: all answers move the set."""
+
+    async def substituted(n):
+        text = f"Tell me a long story about {n} ships and the sea."
+        _, reply = await post(pair.url, ask(text, max_tokens=32, fidelity="fast"))
+        return reply["x_engine_stats"]["substituted_weight_share"]
+
+    before = (await get(pair.url, "/health"))[1]
+    shares = [await substituted(n) for n in range(8)]
+    after = (await get(pair.url, "/health"))[1]
+    assert after["generation"] > before["generation"]
+    assert after["residents"] == before["residents"] == residents
+    assert sum(shares[-3:]) < sum(shares[:3])
+
+
 async def test_an_answer_streams_with_usage_and_statistics(pair, residents):
     body = ask("Tell me about Japan.", stream=True, stream_options={"include_usage": True})
     async with aiohttp.ClientSession() as session, session.post(f"{pair.url}/v1/chat/completions", json=body) as reply:
@@ -225,22 +241,6 @@ async def test_more_requests_than_lanes_wait_in_order_and_all_are_answered(deeps
 async def open_requests(pair):
     _, health = await get(pair.url, "/health")
     return health["lanes"]["busy"] + health["queue"]
-
-
-async def test_traffic_of_one_kind_moves_the_resident_set_towards_it(pair, residents):
-    """What the first answers had to substitute, the later ones find resident."""
-
-    async def substituted(n):
-        text = f"Tell me a long story about {n} ships and the sea."
-        _, reply = await post(pair.url, ask(text, max_tokens=32, fidelity="fast"))
-        return reply["x_engine_stats"]["substituted_weight_share"]
-
-    before = (await get(pair.url, "/health"))[1]
-    shares = [await substituted(n) for n in range(8)]
-    after = (await get(pair.url, "/health"))[1]
-    assert after["generation"] > before["generation"]
-    assert after["residents"] == before["residents"] == residents
-    assert sum(shares[-3:]) < sum(shares[:3])
 
 
 async def test_why_tells_what_a_request_wanted_and_missed_and_what_was_read_for_it_when(pair):

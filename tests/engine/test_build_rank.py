@@ -59,7 +59,7 @@ def test_the_ends_of_the_budget_are_inside(resident):
     told = []
     rank = build_rank(model, Alone(), first_pairs(model), lambda *progress: told.append(progress))
     assert len(rank.residents.pairs) == resident
-    assert rank.bank.slots.shape == (resident + 3 + 8 + 1, model.record.slot_bytes)  # spare, urgent, null
+    assert rank.bank.slots.shape == (80 + 3 + 8 + 1, model.record.slot_bytes)  # addresses for all; spare, urgent, null
     assert told[0] == ("dense weights", 0, 1)
     assert told[-1] == ("experts", resident, resident)
     rank.residents.check_integrity()

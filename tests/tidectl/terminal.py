@@ -64,9 +64,13 @@ class Terminal:
             self.read(0.05)
 
     def read(self, seconds: float) -> None:
-        ready, _, _ = select.select([self._parent], [], [], seconds)
-        if ready:
+        if self._is_told(seconds):
             self.sent += os.read(self._parent, 65536)
+
+    def _is_told(self, seconds: float) -> bool:
+        poll = select.poll()  # `select` takes no descriptor beyond 1023, and a process of many tests has some
+        poll.register(self._parent, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
 
     def screen(self) -> list[str]:
         """The lines as they stand: of what our programs send, cursor addresses, erasing and styles."""
@@ -78,7 +82,7 @@ class Terminal:
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.screen()
             self.read(0.05)
-        while select.select([self._parent], [], [], 0)[0]:
+        while self._is_told(0):
             self.sent += os.read(self._parent, 65536)
         self.left_modes = termios.tcgetattr(self._child)
         return self.process.returncode
