@@ -155,6 +155,6 @@ def test_a_clock_that_is_surely_off_is_told_and_no_difference(
 @pytest.mark.usefixtures("there")
 def test_a_node_that_is_not_reached_is_named(tidectl: Tidectl, profile: Path, hosts: Path) -> None:  # noqa: F811
     fails(hosts, "refuse")
-    (rank,) = differing._of_node(Node(PEER, (1,), False), "")
+    (rank,) = differing._of_peer(peers.Peer(Node(PEER, (1,), False)), "")
     assert isinstance(rank.error, UnavailableError)
     assert rank.error.where == PEER
