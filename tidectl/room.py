@@ -14,16 +14,21 @@ SPARE_BYTES = 256 << 20  # of the file system, for what else is written meanwhil
 def room_of(directory: Path, files: Mapping[str, int]) -> Free:
     """`files`: their bytes by name. What is here of them by its length is not to come. Raises UnavailableError for what
     cannot be a directory of this user's."""
+    try:
+        there = _nearest(directory)
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise UnavailableError("cannot be made or used", where=str(directory))
+        left = sum(_left_bytes(directory / name, nbytes) for name, nbytes in files.items())
+        return Free(str(directory), free_bytes(directory), left)
+    except OSError as error:
+        raise UnavailableError(f"cannot be made or used ({error.strerror})", where=str(directory)) from error
+
+
+def _left_bytes(path: Path, nbytes: int) -> int:
     from packers.transfer import part_bytes
 
-    there, left = _nearest(directory), 0
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise UnavailableError("cannot be made or used", where=str(directory))
-    for name, nbytes in files.items():
-        path = directory / name
-        is_here = path.is_file() and path.stat().st_size == nbytes
-        left += 0 if is_here else nbytes - part_bytes(path, nbytes)
-    return Free(str(directory), free_bytes(directory), left)
+    is_here = path.is_file() and path.stat().st_size == nbytes
+    return 0 if is_here else nbytes - part_bytes(path, nbytes)
 
 
 def refuse_shortage(where: str, left_bytes: int, free: int) -> None:

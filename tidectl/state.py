@@ -50,10 +50,10 @@ def as_owner(directory: Path) -> Iterator[None]:
         yield
         return
     groups, group = os.getgroups(), os.getegid()
-    os.setgroups([])
-    os.setegid(found.st_gid)
-    os.seteuid(found.st_uid)
     try:
+        os.setgroups([])
+        os.setegid(found.st_gid)
+        os.seteuid(found.st_uid)
         yield
     except PermissionError as error:
         raise PermissionError_(f"{error.strerror} for its owner", where=str(error.filename)) from error
