@@ -522,7 +522,7 @@ async function follow() {
     await listen(reply.body.pipeThrough(new TextDecoderStream()).getReader());
     throw new Error("the server has ended the stream");
   } catch (error) {
-    if (mine.signal.aborted) return;  // by again(), which follows anew
+    if (mine.signal.aborted) return;  // let go on purpose: hidden, or again() follows anew
     $("state").dataset.kind = "bad";
     put("state", `${error instanceof TypeError ? "the server does not answer" : error.message}; again in ${pause} s`);
     retry = setTimeout(() => document.hidden || follow(), 1000 * pause);
