@@ -56,6 +56,7 @@ class Work:
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
         self._logs: list[logs.Log | Journal] = []
+        self._awaited: list[int] = []  # ranks that have no log yet
 
     def __call__(self, request: Request) -> Reply:
         """Raises what is wrong as errors of ours."""
@@ -86,7 +87,7 @@ class Work:
     def close(self) -> None:
         for log in self._logs:
             log.close()
-        self._logs = []
+        self._logs, self._awaited = [], []
 
     def _prepare(self, request: Prepare) -> Prepared:
         """Everything that this node can refuse is refused before a rank is started anywhere."""
@@ -109,13 +110,19 @@ class Work:
     def _open_logs(self, request: OpenLogs) -> Lines:
         self.close()
         running = runner.is_running(self.state_dir)
-        for rank in request.ranks:
+        self._awaited = list(request.ranks)
+        self._open_awaited()
+        return Lines([line for log in self._logs for line in log.last(request.lines, request.all_runs)], running)
+
+    def _open_awaited(self) -> None:
+        for rank in list(self._awaited):
             with suppress(FileNotFoundError):  # nothing was started there yet
                 self._logs.append(runner.log_of(self.state_dir, rank))
-        return Lines([line for log in self._logs for line in log.last(request.lines, request.all_runs)], running)
+                self._awaited.remove(rank)
 
     def _more_logs(self) -> Lines:
         running = runner.is_running(self.state_dir)  # asked before reading: what an ended rank wrote last is read
+        self._open_awaited()
         fresh = [line for log in self._logs for line in log.added()]
         if not running and not fresh and self._logs:
             fresh = [line for log in self._logs for line in log.rest()]

@@ -17,9 +17,9 @@ import pytest
 
 from tests.tidectl.canned import Tidectl
 from tests.tidectl.test_lifecycle import free_ports, within
-from tidectl import lifecycle, nodes, peers, record, seeing, starting, status, stopping, supervisor
-from tidectl.node_messages import PROTOCOL, About, Done, Lines, Look, Process, Seen, Tail
-from tidectl.node_work import seen
+from tidectl import lifecycle, nodes, peers, record, runner, seeing, starting, status, stopping, supervisor
+from tidectl.node_messages import PROTOCOL, About, Done, Lines, Look, MoreLogs, OpenLogs, Process, Seen, Tail
+from tidectl.node_work import Work, seen
 from tidectl.nodes import Node, nodes_of
 from tidectl.processes import Identity, identify
 from tidectl.running import Snapshot, ranks_of
@@ -179,6 +179,18 @@ def test_logs_go_on_behind_a_lost_connection_and_beside_one_that_hangs(
     assert len(first) == 2
     assert set(rest.splitlines()) == {"rank 0 | rank 0 ends", "rank 1 | rank 1 ends"}
     assert (follow.returncode, words) == (0, "the ranks have ended\n")
+
+
+def test_a_log_that_comes_later_is_followed_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that waits for rank 0 still."""
+    monkeypatch.setattr(runner, "is_running", lambda _: True)
+    work = Work(tmp_path)
+    assert work(OpenLogs([1], 5, False)) == work(MoreLogs()) == Lines([], True)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-1.log").write_text("one\ntwo\n")
+    assert work(MoreLogs()) == Lines([(1, "one"), (1, "two")], True)
+    assert work(MoreLogs()) == Lines([], True)
+    work.close()
 
 
 @pytest.mark.parametrize(
