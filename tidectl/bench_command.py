@@ -31,21 +31,30 @@ def run(
     url: Url = None,
     api_key: ApiKey = None,
     model: Annotated[str, typer.Option(metavar="NAME", help="The model to ask for.  [default: the server's]")] = "",
-    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of an answer.")] = 1024,
-    prompt_tokens: Annotated[int, typer.Option(metavar="N", min=16, help="Tokens of a long prompt.")] = 8192,
+    tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=2, help="Tokens of an answer.  [default: 1024, less in a small context]"),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=16, help="Tokens of a long prompt.  [default: 8192, less in a small context]"),
+    ] = None,
     streams: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Answers at once, in `streams`.")] = 4,
     repeat: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Runs of each case.")] = 3,
     temperature: Annotated[float, typer.Option(metavar="T", min=0, max=2, help="Of the draws.")] = 0.6,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of prompts and answers.")] = 1,
     fidelity: Annotated[str, typer.Option(metavar="NAME", help="fast, balanced or exact, of a TideLM server.")] = "",
     thinking: Annotated[bool | None, typer.Option(help="Whether the model thinks first.")] = None,
-    receipt: Annotated[Path | None, typer.Option(metavar="FILE", help="To write.")] = None,
+    receipt: Annotated[Path | None, typer.Option(metavar="FILE", help="To write; a new file.")] = None,
     json: Json = False,
 ) -> None:
     """Measure a server: speed of an answer in prose and in code, time to the first token of a long prompt.
 
     Medians of three runs after a warm-up, 1,024 tokens each at temperature 0.6. The receipt is a file with all that the
     figures depend on, which `tidectl bench verify` adds up again and replays. It holds no text.
+
+    A server learns from these requests as from any: to keep its history out of it, start it with tide.record = false.
+    A long prompt's answer is short: an eighth of the others'.
 
     \b
       tidectl bench --receipt today.json
@@ -58,11 +67,13 @@ def run(
     from tidectl.bench import run as runs
     from tidectl.bench.cases import Sizes
 
-    sizes = Sizes(tokens, prompt_tokens, streams, seed)
+    given = {"answer_tokens": tokens, "prompt_tokens": prompt_tokens}
+    sizes = Sizes(streams=streams, seed=seed)._replace(**{name: n for name, n in given.items() if n is not None})
     asked = _target(url, api_key)._replace(
         model=model, temperature=temperature, fidelity=_fidelity(fidelity), thinking=thinking
     )
-    runs.run(asked, runs.Options(_cases(case), sizes, repeat, receipt), json)
+    chosen = {name for name, n in {"tokens": tokens, "prompt_tokens": prompt_tokens}.items() if n is not None}
+    runs.run(asked, runs.Options(_cases(case), runs.fitting(asked, sizes, chosen), repeat, receipt), json)
 
 
 @bench.command("verify")

@@ -189,7 +189,7 @@ def test_our_words_are_scaled_to_the_servers_tokens(monkeypatch: pytest.MonkeyPa
 
 def test_what_does_not_fit_is_refused_before_anything_is_asked(tidectl: Tidectl, answering: Canned) -> None:
     answering.health = (200, {"data": [{"id": "m", "max_model_len": 4096}]})
-    ran = tidectl("bench", "--url", answering.url)
+    ran = tidectl("bench", "--url", answering.url, "--prompt-tokens", "8192")
     assert ran.exit_code == 2
     assert "prompts of 8,192 tokens do not fit the server's context of 4,096" in ran.stderr
     assert not [body for _, _, body in answering.requests if body]
@@ -199,3 +199,35 @@ def test_an_answer_without_text_is_an_error(answering: Canned) -> None:
     answering.events = Canned.chunks()
     with pytest.raises(TideError, match="had no text"):
         measure.one(measure.Target(answering.url, ""), Ask("x", 8, 1))
+
+
+def test_sizes_that_nobody_chose_fit_the_server(tidectl: Tidectl, answering: Canned) -> None:
+    answering.health = (200, {"data": [{"id": "m", "max_model_len": 4096}]})
+    ran = tidectl("bench", "--url", answering.url, "--repeat", "1", "--json")
+    assert ran.exit_code == 0, ran.stderr
+    assert "a context of 4,096 tokens: answers of 1,024, long prompts of 3,840" in ran.stderr
+    assert json.loads(ran.stdout)["settings"]["prompt_tokens"] == 3840
+
+
+@pytest.mark.parametrize("place", ["absent/r.json", ".", "there.json"])
+def test_a_receipt_that_cannot_be_written_is_refused_before_anything_is_asked(
+    tidectl: Tidectl, answering: Canned, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "there.json").write_text("{}")
+    ran = tidectl("bench", "--url", answering.url, "--receipt", str(tmp_path / place), *SMALL)
+    assert ran.exit_code == 2
+    assert not [body for _, _, body in answering.requests if body]
+    assert (tmp_path / "there.json").read_text() == "{}"
+
+
+def test_a_replay_that_is_slower_says_by_how_much(tidectl: Tidectl, answering: Canned, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    tidectl("bench", "--url", answering.url, "--receipt", str(path), *SMALL, "--case", "long-prompt")
+    found = receipt.read(path)
+    for groups in found.cases[0].repetitions:
+        groups[0].requests[0].ttft_s = 1e-5
+    found.cases[0].summary = receipt.summarise(found.cases[0].repetitions)
+    receipt.write(path, found.sealed())
+    ran = tidectl("bench", "verify", str(path), "--url", answering.url)
+    assert ran.exit_code == 1
+    assert "longer than the receipt says, 15% is no failure; load now" in ran.stderr

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,11 @@ class Options(NamedTuple):
 
 def run(target: measure.Target, options: Options, as_json: bool) -> None:
     """Measure, print the table, write the receipt."""
+    if options.receipt:
+        _refuse_unwritable(options.receipt)
     receipt = measured(target, options)
+    if not as_json:
+        table.show(receipt)
     if options.receipt:
         write(options.receipt, receipt)
         say(f"receipt: {options.receipt}")
@@ -37,8 +41,29 @@ def run(target: measure.Target, options: Options, as_json: bool) -> None:
         import msgspec
 
         emit("bench/1", msgspec.to_builtins(receipt) | {"receipt": str(options.receipt or "")})
-    else:
-        table.show(receipt)
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Before minutes are spent. Raises UsageError."""
+    if path.exists():
+        raise UsageError("is there already: no receipt is overwritten", where=str(path), hint="another --receipt FILE")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(
+            "no receipt can be written there", where=str(path), hint="--receipt FILE in a directory of yours"
+        )
+
+
+def fitting(target: measure.Target, sizes: Sizes, chosen: Collection[str]) -> Sizes:
+    """Sizes that nobody chose, cut to what the server's context holds; that is said, and stands in the receipt."""
+    context = http.context_tokens(target.url, target.key)
+    if context is None:
+        return sizes
+    answer = sizes.answer_tokens if "tokens" in chosen else min(sizes.answer_tokens, max(context // 4, 16))
+    room = context - max(answer // 8, 16) - 2 * ROOM_TOKENS
+    prompt = sizes.prompt_tokens if "prompt_tokens" in chosen else min(sizes.prompt_tokens, max(room, 16))
+    if (answer, prompt) != (sizes.answer_tokens, sizes.prompt_tokens):
+        say(f"a context of {context:,} tokens: answers of {answer:,}, long prompts of {prompt:,}", "yellow")
+    return sizes._replace(answer_tokens=answer, prompt_tokens=prompt)
 
 
 def measured(target: measure.Target, options: Options) -> Receipt:

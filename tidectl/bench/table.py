@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tidectl.bench.cases import BY_NAME
-from tidectl.bench.receipt import CaseResult, Receipt, Spread
+from tidectl.bench.receipt import CaseResult, Measured, Receipt, Spread
 from tidectl.output import console, plain, say
 
 COLUMNS = ("case", "tok/s", "all tok/s", "first token", "prompt tok/s", "prompt", "answer", "substituted", "accepted")
@@ -17,12 +17,13 @@ def show(receipt: Receipt) -> None:
     from rich.table import Table
 
     drawn = Table(box=box.SIMPLE_HEAD)
-    for index, name in enumerate(COLUMNS):
-        drawn.add_column(name, justify="left" if index == 0 else "right")
-    for case in receipt.cases:
-        for index, cells in enumerate(rows(case)):
-            bold = HEADLINES[BY_NAME[case.name].headline] if index == 0 else -1
-            drawn.add_row(*(plain(cell, "bold" if place == bold else "") for place, cell in enumerate(cells)))
+    found = [(case, index, cells) for case in receipt.cases for index, cells in enumerate(rows(case))]
+    told = [place for place in range(len(COLUMNS)) if any(cells[place] for _, _, cells in found)]
+    for place in told:
+        drawn.add_column(COLUMNS[place], justify="left" if place == 0 else "right")
+    for case, index, cells in found:
+        bold = HEADLINES[BY_NAME[case.name].headline] if index == 0 else -1
+        drawn.add_row(*(plain(cells[place], "bold" if place == bold else "") for place in told))
     console(sys.stdout).print(drawn)
     say(f"medians (least to most) of {receipt.settings['repetitions']}; {_settings(receipt)}", "dim")
     if any(not request.counted for case in receipt.cases for request in _requests(case)):
@@ -47,12 +48,17 @@ def rows(case: CaseResult) -> Iterator[list[str]]:
             _spread(case.summary[f"tok_s{suffix}"], 1),
             _spread(case.summary[f"total_tok_s{suffix}"], 1) if len(case.repetitions[0][place].requests) > 1 else "",
             _spread(case.summary[f"ttft_s{suffix}"], 3, " s"),
-            _spread(case.summary[f"prompt_tok_s{suffix}"], 0),
+            _spread(case.summary[f"prompt_tok_s{suffix}"], 0) if _computes(requests) else "cached",
             _range([request.prompt_tokens for request in requests]),
             _range([request.tokens for request in requests]),
             _share([request.stats.get("substituted_weight_share") for request in requests]),
             _mean([(request.stats.get("spec") or {}).get("accept_len_mean") for request in requests]),
         ]
+
+
+def _computes(requests: list[Measured]) -> bool:
+    """More than the last tokens of a prompt, which are computed in any case."""
+    return any(request.prompt_tokens - request.cached_tokens > 16 for request in requests)
 
 
 def _spread(found: Spread, digits: int, unit: str = "") -> str:

@@ -10,11 +10,12 @@ from tidectl.bench.receipt import CaseResult, Receipt, Spread, read
 from tidectl.output import console, emit, plain, say
 
 LOWER_IS_BETTER = {"ttft_s"}
+RESOLUTION = 1e-4  # of a median
 
 
 class Verdict(NamedTuple):
-    """`slower`: of the headline figure, how much worse than the receipt's median; below 0: better. `same`: answers with
-    the text of the receipt's."""
+    """`slower`: how much more time it takes than the receipt's median, by the headline figure; below 0: less. `same`:
+    answers with the text of the receipt's."""
 
     case: str
     figure: str
@@ -29,7 +30,8 @@ def verify(path: Path, target: measure.Target | None, tolerance: float, as_json:
     """0: it is whole, and what was run again is at most `tolerance` slower; else 1. Without a target nothing is run."""
     receipt = read(path)
     if target is None:
-        say(f"{path}: whole; {len(receipt.cases)} cases of {receipt.made}, their figures follow from their runs")
+        names = ", ".join(case.name for case in receipt.cases)
+        say(f"{path}: whole; the figures of {names}, {receipt.made}, follow from their runs")
         if as_json:
             emit("bench.verify/1", {"receipt": str(path), "digest": receipt.digest, "verdicts": []})
         return 0
@@ -43,6 +45,13 @@ def verify(path: Path, target: measure.Target | None, tolerance: float, as_json:
         emit("bench.verify/1", {"receipt": str(path), "differs": differing, "verdicts": rows, "tolerance": tolerance})
     else:
         _show(verdicts, differing)
+    for found in verdicts:
+        if found.slower > tolerance:
+            say(
+                f"{found.case}: takes {found.slower:.0%} longer than the receipt says, {tolerance:.0%} is no failure; "
+                f"load now {now.machine['load']:g}, then {receipt.machine['load']:g}",
+                "red",
+            )
     return int(any(verdict.slower > tolerance for verdict in verdicts))
 
 
@@ -60,8 +69,8 @@ def options_of(receipt: Receipt) -> run.Options:
 def judge(old: CaseResult, new: CaseResult) -> Verdict:
     figure = BY_NAME[old.name].headline
     before, now = old.summary[figure], new.summary[figure]
-    ratio = before.median / now.median if now.median else 0.0
-    slower = (1 / ratio if ratio else 1.0) - 1 if figure in LOWER_IS_BETTER else ratio - 1
+    then_is, now_is = max(before.median, RESOLUTION), max(now.median, RESOLUTION)
+    slower = (now_is / then_is if figure in LOWER_IS_BETTER else then_is / now_is) - 1
     texts = [(mine, other) for mine, other in zip(_texts(old), _texts(new), strict=True)]
     return Verdict(old.name, figure, before, now, round(slower, 4), sum(a == b for a, b in texts), len(texts))
 
@@ -94,7 +103,7 @@ def _show(verdicts: list[Verdict], differing: list[str]) -> None:
     from rich.table import Table
 
     drawn = Table(box=box.SIMPLE_HEAD)
-    for name in ("case", "figure", "receipt", "now", "worse by", "same text"):
+    for name in ("case", "figure", "receipt", "now", "time", "same text"):
         drawn.add_column(name)
     for found in verdicts:
         cells = (
