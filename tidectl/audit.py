@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 HINT = (
-    "answers are remembered where the profile sets audit.remember_tokens, the newest longest; experts are read into "
-    "tide.sync_slots"
+    "ask something first, or name the id of an answer; answers are remembered where the profile sets "
+    "audit.remember_tokens, the newest longest; experts are read into tide.sync_slots"
 )
 COLUMNS = ("token", "answer", "with every expert", "rank", "log probability")
 

@@ -32,7 +32,7 @@ def run(amount: str, yes: bool, as_json: bool) -> None:
         _show(now, as_json)
         return
     question = wanted(amount, now)
-    found = ask(directory, question)
+    found = _judged(directory, question, " ".join(amount))
     if found["resident"] == found["resident_now"]:
         _show(found, as_json)
         return
@@ -49,6 +49,17 @@ def run(amount: str, yes: bool, as_json: bool) -> None:
     else:
         say(f"done: {after['resident_now']} experts, {_gb(after['bytes_now'])} on each rank")
         say(f"until the ranks end: a start begins with the profile's {after['resident_of_profile']}", "dim")
+
+
+def _judged(directory: Path, question: AskBudget, amount: str) -> dict[str, Any]:
+    """What the change would mean. A refusal names what was asked for, and where to look."""
+    try:
+        return ask(directory, question)
+    except TideError as error:
+        if type(error) is not TideError:  # nobody answers: that is another matter
+            raise
+        hint = "`tidectl budget` shows how it stands, `tidectl plan PROFILE` what fits and what an expert takes"
+        raise TideError(f"{amount}: {error.what}", hint=error.hint or hint) from error
 
 
 class Amount(NamedTuple):
