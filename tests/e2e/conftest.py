@@ -30,11 +30,11 @@ resident = {resident or of.some}
 [tide]
 seed = "{of.path}/demand-seed.json"
 {tide}
+[audit]
+remember_tokens = 20000
 [cache]
 context_tokens = 1024
 pool_tokens = 2048
-[audit]
-remember_tokens = 20000
 [engine]
 lanes = {lanes}
 queue = {queue}
