@@ -27,7 +27,7 @@ from tided.api.app import build_app
 from tided.api.door import Door
 from tided.chat.families import DEEPSEEK_V41
 from tided.chat.tokenizer import Tokenizer
-from tided.engine.board import Figures
+from tided.engine import board
 from tided.engine.client import EngineClient
 from tided.engine.stats import Residency
 from tided.engine.types import Event, Finished, Request, Started, Tokens
@@ -69,7 +69,8 @@ class Source(SimpleNamespace):
             last_step_s=0.0,
             traces=None,
             living=(1, 1),
-            figures=Figures(),
+            figures=board.Figures(),
+            heat=None,
         )
         self.client, self.loop, self.ids, self.streams = client, loop, ids, streams
         self.requests: list[Request] = []
