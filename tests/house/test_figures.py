@@ -28,14 +28,14 @@ FACTORS = (1, 100, 1e3, 1e-3, 1e6, 1e-6, 1e-9)
 MEASURED = re.compile(r"\d[\d.,]*\s?(?:tok/s|tokens a second|nats|[GM]B/s|ms\b|µs|us\b|times as fast)")
 PAGES = sorted({*DOCS.rglob("*.md"), DOCS.parent / "README.md"} - {DOCS / "results.md", DOCS / "profiles.md"})
 WITHOUT = {
-    "Decode step of the mini",
     "Experts exchanged, and hot reads, beside decoding",
     "A newcomer beside a running answer",
-    "What HTTP costs",
     "Reading a pack, next to fio",
     "Simulator",
 }
 BY_PIECE = {
+    "Decode step of the mini",
+    "What HTTP costs",
     "Faults",
     "Drafts on the mini",
     "Viewers of the map",

@@ -12,7 +12,7 @@ import pytest
 
 from tests.tidectl.canned import Canned, Tidectl
 from tidectl.answers import read_part
-from tidectl.bench import measure, receipt, run, verify
+from tidectl.bench import measure, receipt, run, table, verify
 from tidectl.bench.cases import BY_NAME, CASES, Ask, Sizes, long_text
 from tidectl.bench.receipt import CaseResult, Group, Measured, Spread
 from tided.errors import DataError, TideError
@@ -231,3 +231,11 @@ def test_a_replay_that_is_slower_says_by_how_much(tidectl: Tidectl, answering: C
     ran = tidectl("bench", "verify", str(path), "--url", answering.url)
     assert ran.exit_code == 1
     assert "longer than the receipt says, 15% is no failure; load now" in ran.stderr
+
+
+def test_a_prompt_that_was_cached_has_no_speed() -> None:
+    found = [
+        next(table.rows(CaseResult("prefix", [[group]], receipt.summarise([[group]]))))[4]
+        for group in (Group([request(prompt_tokens=90, cached_tokens=n)], 3.0) for n in (0, 80))
+    ]
+    assert found == ["180 (180 to 180)", "cached"]
