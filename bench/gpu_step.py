@@ -159,6 +159,7 @@ class Prepared:
     made: Any
 
 
+@torch.inference_mode()
 def prepared(model: DeepseekV41, rows: int, context: int) -> Prepared:
     lanes = contexts(model, rows, context)
     ids = torch.arange(rows) * 7919 + 5
@@ -168,6 +169,7 @@ def prepared(model: DeepseekV41, rows: int, context: int) -> Prepared:
     return Prepared(lanes, ids, model.steps._prepared[rows])
 
 
+@torch.inference_mode()
 def step_table(model: DeepseekV41, rows: int, context: int, rounds: int, repeats: int, read_gbs: float) -> None:
     layers, at = len(model.blocks), prepared(model, rows, context)
     slots = at.made.step.inputs.routed.slots
@@ -205,13 +207,12 @@ def show(read_gbs: float, of_model: list[str], options: Any) -> None:
     model = real_shapes(options.layers, options.resident, max(options.rows) * (options.context + 256) + tokens)
     torch.cuda.synchronize()
     print(f"\n{torch.cuda.memory_allocated() / 1e9:.1f} GB of weights, made in {time.perf_counter() - began:.0f} s")
-    with torch.inference_mode():
-        if "step" in of_model:
-            for rows in options.rows:
-                step_table(model, rows, options.context, options.rounds, options.repeats, read_gbs)
-        if "residency" in of_model:
-            from bench import gpu_residency  # it uses what is above
+    if "step" in of_model:
+        for rows in options.rows:
+            step_table(model, rows, options.context, options.rounds, options.repeats, read_gbs)
+    if "residency" in of_model:
+        from bench import gpu_residency  # it uses what is above
 
-            gpu_residency.show(model, options)
-        if "prefill" in of_model:
-            gpu_prefill.show(model, PREFILL_TOKENS, [2048, PREFILL_TOKENS], options.rounds)
+        gpu_residency.show(model, options)
+    if "prefill" in of_model:
+        gpu_prefill.show(model, PREFILL_TOKENS, [2048, PREFILL_TOKENS], options.rounds)

@@ -122,13 +122,13 @@ def _attention_chunk(
     tl.store(out + at, value.to(tl.bfloat16), mask=there)
 
 
-def tiles(heads: int, device: torch.device) -> tuple[int, int, int]:
-    """Rows at a time, how many such blocks are on their way, and warps: within 99 KB of shared memory, or the 164 KB
-    that sm_90 has room for. A window is a multiple of the rows."""
+def tiles(heads: int, window: int, device: torch.device) -> tuple[int, int, int]:
+    """Rows at a time, of which a window is a multiple, how many such blocks are on their way, and warps: within 99 KB
+    of shared memory, or the 164 KB that sm_90 has room for."""
     if heads > 32:
         return 16, 2, 8
     large = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return (64, 1, 8) if large else (16, 3, 4)
+    return (64, 1, 8) if large and window % 64 == 0 else (16, 3, 4)
 
 
 def attend(
@@ -140,8 +140,8 @@ def attend(
     places [T, K] int32 of the selected rows, of which a row has (position + 1) // ratio at most, -1: none (both None: a
     layer without); sink [H]; tile: see `tiles` -> [T, H, d] bf16, turned back."""
     rows, heads, width = query.shape
-    block, stages, warps = tile or tiles(heads, query.device)
     window = len(near) - rows + 1
+    block, stages, warps = tile or tiles(heads, window, query.device)
     if window % block:
         raise ValueError(f"a window of {window} rows is no multiple of {block}")
     turned = torch.empty(rows, heads, width, dtype=torch.bfloat16, device=query.device)

@@ -21,6 +21,9 @@ from tided.models.deepseek_v41.load import with_drafter
 DEVICE = torch.device(sys.argv[1] if __name__ == "__main__" else "cpu")
 draw = torch.Generator().manual_seed(3)
 NEAR = 0.05
+# Where one row's one rounding falls to the other side, a model this small makes much of it: the bound that holds the
+# CPU itself to the reference vectors.
+FLIPPED = 0.25
 
 
 def loaded(device: torch.device, packed: bool) -> Any:
@@ -36,13 +39,17 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return float((got.cpu() - wanted).norm() / wanted.norm())
 
 
+def kept_pages(model: Any, lane: Any) -> list[tuple[int, dict[str, Tensor]]]:
+    return [(0, model.page_parts(lane, 0, len(lane.pages)))]
+
+
 def opened(reference: Any, model: Any, lengths: list[int]) -> tuple[list[Any], list[Any]]:
     """Lanes of the reference, and the same contexts to the bit in the model."""
     mine, others = [], []
     for index, length in enumerate(lengths):
         lane = reference.open_lane(index)
         reference.prefill(lane, torch.randint(3, 500, (length,), generator=draw), "none")
-        pages = [(0, reference.page_parts(lane, 0, len(lane.pages)))]
+        pages = kept_pages(reference, lane)
         others.append(model.restore_lane(index, lane.position, reference.lane_parts(lane), pages))
         mine.append(lane)
     return mine, others
@@ -84,10 +91,12 @@ def case_steps() -> None:
 
 
 def case_blocks() -> None:
-    """Several rows of a lane in one step are as many steps, and rows taken back leave no trace."""
+    """Several rows of a lane in one step are as many steps, to the bit, and rows taken back leave no trace."""
     reference, model = loaded(CPU, False), loaded(DEVICE, True)
     lanes, others = opened(reference, model, [95])
+    twin = model.restore_lane(1, lanes[0].position, reference.lane_parts(lanes[0]), kept_pages(reference, lanes[0]))
     truth, wrong = tokens(5), tokens(2)
+    stepped = torch.cat([model.decode([twin], truth[i : i + 1]) for i in range(5)])
     model.decode(others, torch.cat([truth[:2], wrong]), [4])
     model.keep(others[0], 2)
     rows = model.decode(others, truth[2:], [3])
@@ -97,9 +106,12 @@ def case_blocks() -> None:
         one.propose([own[0]], torch.tensor([9], device=one.norm.device), lambda _, logits: logits.argmax(-1))
         for one, own in ((reference, lanes), (model, others))
     ]
-    print(f"  {error(rows, wanted[2:]):.4f}, drafts {error(drafts[1].logits, drafts[0].logits):.4f}")
+    far = [round(error(row, own), 4) for row, own in zip(rows, wanted[2:], strict=True)]
+    print(f"  {far}, from steps {error(rows, stepped[2:].cpu()):.1e}", end="")
+    print(f", drafts {error(drafts[1].logits, drafts[0].logits):.4f}")
+    assert torch.equal(rows, stepped[2:])
     assert error(drafts[1].logits, drafts[0].logits) < NEAR
-    assert error(rows, wanted[2:]) < NEAR
+    assert error(rows, wanted[2:]) < FLIPPED
     check_contexts(reference, lanes, model, others)
 
 
