@@ -29,13 +29,13 @@ MEASURED = re.compile(r"\d[\d.,]*\s?(?:tok/s|tokens a second|nats|[GM]B/s|ms\b|Â
 PAGES = sorted({*DOCS.rglob("*.md"), DOCS.parent / "README.md"} - {DOCS / "results.md", DOCS / "profiles.md"})
 WITHOUT = {
     "Experts exchanged, and hot reads, beside decoding",
-    "A newcomer beside a running answer",
     "Reading a pack, next to fio",
-    "Simulator",
 }
 BY_PIECE = {
     "Decode step of the mini",
     "What HTTP costs",
+    "A newcomer beside a running answer",
+    "What plans and rests cost",
     "Faults",
     "Drafts on the mini",
     "Viewers of the map",
