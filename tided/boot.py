@@ -79,7 +79,7 @@ def run_rank(settings: Settings, rank: int, keys: Keys | None, state_dir: Path, 
         loop.ended(error)
     except Exception as error:
         log.exception("the start failed")
-        loop.ended(TideError(f"the start failed: {error or type(error).__name__}", hint="the log has the trace"))
+        loop.ended(TideError(f"the start failed: {str(error) or type(error).__name__}", hint="the log has the trace"))
     else:
         loop.ended(None)
 

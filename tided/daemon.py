@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(state, error)
     except Exception as error:
         log.exception("the start failed")
-        return _refused(state, TideError(f"the start failed: {error or type(error).__name__}", hint=TRACE))
+        return _refused(state, TideError(f"the start failed: {str(error) or type(error).__name__}", hint=TRACE))
     # Read when the arithmetic libraries are loaded, which is after this line.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.engine.threads)
     make_room(settings.server.max_connections)

@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -90,19 +90,27 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop.set)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
-        watches = [asyncio.create_task(self._watch_engine()), asyncio.create_task(self._watch_memory())]
-        try:
-            await self._live()
-        except TideError as fault:
-            self._conclude(fault)
-        except Exception as fault:
-            log.exception("the loop failed")
-            self._conclude(TideError(f"the loop failed: {fault or type(fault).__name__}", hint="the log has the trace"))
+        watches = [
+            asyncio.create_task(self._whole("the watch over the engine", self._watch_engine)),
+            asyncio.create_task(self._whole("the watch over this node's memory", self._watch_memory)),
+        ]
+        await self._whole("the loop", self._live)
         for task in watches:
             task.cancel()
         error = self._outcome.result() if self._outcome.done() else None
         await self._end(error)
         return error
+
+    async def _whole(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
+        """What a rank does not live without: an error of it ends the rank. A watch that failed would see nothing."""
+        try:
+            await work()
+        except TideError as fault:
+            self._conclude(fault)
+        except Exception as fault:
+            log.exception("%s failed", what)
+            told = str(fault) or type(fault).__name__
+            self._conclude(TideError(f"{what} failed: {told}", hint="the log has the trace"))
 
     @property
     def engine_is_alive(self) -> bool:

@@ -223,6 +223,35 @@ async def test_rank_0_names_the_rank_that_is_behind_and_lets_a_pair_rest(make_da
     release.set()
 
 
+async def broken(*_, **__):
+    raise ValueError("a mistake")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "words"),
+    [
+        (life, "watch", "the watch over this node's memory failed: a mistake"),
+        (Daemon, "_watch_engine", "the watch over the engine failed: a mistake"),
+        (Daemon, "_live", "the loop failed: a mistake"),
+    ],
+)
+async def test_a_watch_that_fails_ends_its_rank_and_tells_the_others(make_daemon, monkeypatch, where, name, words):
+    release = threading.Event()
+
+    def thread(side):
+        side.ready(FakeEngine())
+        release.wait(30)
+
+    monkeypatch.setattr(where, name, broken)
+    rank = make_daemon(thread)
+    rank._heartbeats = Peers()
+    error = await asyncio.wait_for(rank.run(), 10)
+    assert error is not None
+    assert error.what == words
+    assert rank._heartbeats.faults == [words]
+    release.set()
+
+
 @pytest.mark.parametrize("engine_runs", [True, False])
 async def test_the_watchdog_is_fed_while_the_engine_runs_and_not_otherwise(make_daemon, engine_runs):
     release = threading.Event()

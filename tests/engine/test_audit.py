@@ -210,6 +210,25 @@ async def test_answers_are_audited_when_it_is_quiet_the_newest_first(monkeypatch
     assert not Auditor(9, 0.0, True).watches
 
 
+async def test_an_audit_that_fails_by_a_mistake_is_told_and_the_next_answer_is_audited(monkeypatch, caplog):
+    monkeypatch.setattr("tided.engine.audit.LOOK_S", 0.001)
+
+    def mistaken(_):
+        raise ValueError("a mistake")
+
+    auditor, client = Auditor(1000, 5.0, True), FakeClient(mistaken, scored)
+    for name in ("old", "new"):
+        told(auditor, name, [5, 6], fidelity="exact")
+    client.idle_s = 6.0
+    watch = asyncio.create_task(auditor.watch(client))
+    async with asyncio.timeout(20):
+        while not auditor._audits and not watch.done():
+            await asyncio.sleep(0.001)
+    assert list(auditor._audits) == ["old"]
+    assert caplog.text.count("an answer could not be audited") == 1
+    watch.cancel()
+
+
 def audited(living: Living, asked, ids: list[int], reason: str):
     """As the auditor has it done, by an engine that is turned by hand."""
     answered, found = Answered(asked, ids, reason), {}

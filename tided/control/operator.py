@@ -82,7 +82,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, han
         reply = Refused("no line came, or its answer took too long")
     except Exception as error:
         log.exception("an operator's question failed")
-        reply = Refused(f"the question failed: {error or type(error).__name__}", hint="the log has the trace")
+        reply = Refused(f"the question failed: {str(error) or type(error).__name__}", hint="the log has the trace")
     with suppress(OSError):
         writer.write(msgspec.json.encode(reply) + b"\n")
         await writer.drain()

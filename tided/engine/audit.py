@@ -14,7 +14,6 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
@@ -210,8 +209,12 @@ class Auditor:
             due = next((name for name in reversed(self._kept) if name not in {*done, *self._audits}), None)
             if due is not None and client.serves and client.idle_s >= self._idle_s:
                 done.add(due)
-                with suppress(RequestError):  # it is told where it was asked for
+                try:
                     await self.audit(client, due)
+                except RequestError:
+                    pass  # it is told where it was asked for
+                except Exception:  # of this answer: the watch goes on to the next
+                    log.exception("an answer could not be audited")
 
     @property
     def watches(self) -> bool:

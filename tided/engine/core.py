@@ -68,7 +68,9 @@ class Engine:
 def as_fault(error: Exception, seq: int) -> TideError:
     if isinstance(error, TideError) and not isinstance(error, RequestError):
         return error
-    return PairError(f"step {seq} failed: {error or type(error).__name__}", hint="the log of this rank has the trace")
+    return PairError(
+        f"step {seq} failed: {str(error) or type(error).__name__}", hint="the log of this rank has the trace"
+    )
 
 
 class FollowerEngine(Engine):
