@@ -43,7 +43,7 @@ def run(
 
 def _target(profile: Path | None, checkpoint: Path | None) -> Settings | Path:
     from tided.profile import load_for_start
-    from tided.profile.start import checkpoint_fault
+    from tided.profile.checkpoint_files import checkpoint_fault
 
     if checkpoint is not None and profile is None:
         if fault := checkpoint_fault(checkpoint):

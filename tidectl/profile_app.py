@@ -12,8 +12,8 @@ def profile_check(file: Profile, json: Json = False) -> None:
     """Tell everything that is wrong with a profile.
 
     Its keys and values, and, once they are right, whether its checkpoint can do what it asks for. Exits with 78 on an
-    error. A note is none; it tells what else a start here and now would refuse: a missing checkpoint, a port in use, a
-    key that this build does not act on.
+    error. A note is none; it tells what else a start here and now would refuse: a checkpoint that is not here or lacks
+    a file, a port in use, a key that this build does not act on. What is in the files `tidectl doctor` looks at.
     """
     from tidectl import profile_commands, profiles
 

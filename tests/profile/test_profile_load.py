@@ -1,5 +1,6 @@
 """From a valid profile to settings, and what a start refuses although the profile is valid."""
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -7,8 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from packers.manifest import NAME, Manifest, write_manifest
 from tided.errors import ConfigError, DataError
 from tided.profile import check, load, load_for_start, loader, start
+from tided.profile.checkpoint_files import INDEX
 from tided.profile.reading import Reading, read
 from tided.profile.schema import KEYS, SECTIONS, value_of
 from tided.profile.start import refuse_missing, refuse_unread
@@ -39,10 +42,15 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
+SHARDS = tuple(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
+
+
 def checkpoint(directory: Path) -> Path:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
-    (directory / "model-00001-of-00001.safetensors").write_bytes(b"")
+    for name in SHARDS:
+        (directory / name).write_bytes(b"")
+    (directory / INDEX).write_text(json.dumps({"weight_map": {f"{name}.weight": name for name in SHARDS}}))
     return directory
 
 
@@ -143,13 +151,66 @@ def test_missing_packs_are_refused_with_the_command_that_makes_them(profile: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("config.json", "no config.json"), ("*.safetensors", "no *.safetensors")]
+    ("gone", "message"),
+    [
+        (("config.json",), "has no config.json"),
+        ((INDEX,), f"has no {INDEX}, and no model.safetensors"),
+        (SHARDS[1:2], f"has no {SHARDS[1]}, which its {INDEX} names"),
+        (SHARDS, f"has no {SHARDS[0]} and 2 more, which its {INDEX} names"),
+    ],
 )
-def test_a_directory_that_is_no_checkpoint(profile: Path, name: str, message: str) -> None:
+def test_what_a_directory_lacks_to_be_a_checkpoint_is_told_by_name(
+    profile: Path, gone: tuple[str, ...], message: str
+) -> None:
     directory = checkpoint(profile.parent / "models" / "a")
-    next(directory.glob(name)).unlink()
-    with pytest.raises(DataError, match=message.replace("*", r"\*")):
+    refuse_missing(load(profile), read(profile))
+    for name in gone:
+        (directory / name).unlink()
+    with pytest.raises(DataError) as refused:
         refuse_missing(load(profile), read(profile))
+    assert f"{profile}:2:1: error: {directory} {message}\n" in str(refused.value)
+    assert f"help: tidectl fetch REPOSITORY --to {directory}, or set model.path" in str(refused.value)
+    [note] = check(profile)
+    assert (note.severity, note.message) == ("note", f"{directory} {message}")
+
+
+def test_a_checkpoint_in_one_file_needs_no_index(profile: Path) -> None:
+    directory = checkpoint(profile.parent / "models" / "a")
+    (directory / INDEX).unlink()
+    (directory / "model.safetensors").write_bytes(b"")
+    refuse_missing(load(profile), read(profile))
+
+
+def test_a_damaged_index_is_told(profile: Path) -> None:
+    directory = checkpoint(profile.parent / "models" / "a")
+    for content in (b"{", b"{}", b"\xff", b'{"weight_map": {"a": 1}}', b"[" * 100_000):
+        (directory / INDEX).write_bytes(content)
+        with pytest.raises(DataError, match=f"{INDEX} is not what a checkpoint holds"):
+            refuse_missing(load(profile), read(profile))
+
+
+def test_a_fetch_that_was_ended_is_told_with_the_command_that_goes_on(profile: Path) -> None:
+    """Of the repository that the directory began with; what else stands there is not believed."""
+    directory = checkpoint(profile.parent / "models" / "a")
+    dense = checkpoint(profile.parent / "models" / "dense")
+    profile.write_text(VALID.replace("[experts]", "dense = 'models/dense'\n[experts]"))
+    for path in (directory, dense):
+        (path / SHARDS[0]).unlink()
+        write_manifest(path, Manifest("zai-org/GLM-5.3", "c" * 40))
+    whole, other = check(profile)
+    assert whole.suggestion.startswith(f"tidectl fetch zai-org/GLM-5.3 --to {directory}, or set model.path")
+    assert other.suggestion.startswith(f"tidectl fetch zai-org/GLM-5.3 --dense --to {dense}; or set model.dense")
+    for said in ("zai-org/GLM-5.3; rm -rf /", "\x1b[2J/a", "a"):
+        (directory / NAME).write_text(json.dumps({"repository": said}))
+        assert check(profile)[0].suggestion.startswith(f"tidectl fetch REPOSITORY --to {directory}")
+
+
+def test_a_shard_s_name_does_not_steer_the_terminal(profile: Path) -> None:
+    directory = checkpoint(profile.parent / "models" / "a")
+    (directory / INDEX).write_text(json.dumps({"weight_map": {"a": "\x1b[2J" + "x" * 300}}))
+    [note] = check(profile)
+    assert "\x1b" not in note.message
+    assert len(note.message) < len(str(directory)) + 300
 
 
 def test_a_file_is_no_checkpoint(profile: Path) -> None:

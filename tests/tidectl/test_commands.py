@@ -233,7 +233,7 @@ def test_what_keeps_a_listed_profile_from_starting(
     assert row["obstacles"] == ["this build does not act on tide.max_swaps", missing]
     assert f"    does not start: {missing}\n" in tidectl("profile", "list").stdout
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "a.safetensors").write_text("")
+    (tmp_path / "c" / "model.safetensors").write_text("")
     (tmp_path / "c" / "config.json").write_text(json.dumps({"model_type": "deepseek_v41", "text_config": MODEL}))
     (tmp_path / "p.toml").write_text(text)
     [row] = json.loads(tidectl("profile", "list", "--json").stdout)["profiles"]
@@ -296,7 +296,7 @@ def checkpoint(tmp_path: Path) -> str:
     path = tmp_path / "c"
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"model_type": "deepseek_v41", "text_config": MODEL}))
-    (path / "a.safetensors").write_text("")
+    (path / "model.safetensors").write_text("")
     return str(path)
 
 
@@ -335,7 +335,7 @@ def test_logits_of_a_profile(tidectl: Tidectl, tmp_path: Path, offline: Offline)
     arguments = ["logits", str(profile), "--tokens", str(tokens), "--out", str(out)]
     assert tidectl(*arguments).exit_code == 65  # the checkpoint is missing
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "a.safetensors").write_text("")
+    (tmp_path / "model.safetensors").write_text("")
     ran = tidectl(*arguments, "--json")
     assert json.loads(ran.stdout) == {
         "schema": "tidectl.logits/1",

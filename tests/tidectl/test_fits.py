@@ -14,7 +14,7 @@ from tests.tidectl.test_lifecycle import write_profile
 def profile(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "deepseek_v41", "text_config": MODEL}))
-    (tmp_path / "model" / "a.safetensors").write_bytes(b"")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
     return write_profile(tmp_path / "p.toml")
 
 

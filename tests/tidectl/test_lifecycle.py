@@ -46,7 +46,7 @@ def profile(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    (model / "a.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes(b"")
     return write_profile(tmp_path / "pair.toml")
 
 
@@ -279,7 +279,7 @@ def test_a_checkpoint_that_only_ranks_can_judge_costs_no_service(tidectl: Tidect
     assert tidectl("start", str(profile)).exit_code == 0
     before = json.loads(tidectl("status", "--json").stdout)["ranks"]
     refused = tidectl("restart")
-    assert (refused.exit_code, "model.safetensors: is missing" in refused.stderr) == (65, True), refused.stderr
+    assert (refused.exit_code, "no room for a safetensors header" in refused.stderr) == (65, True), refused.stderr
     after = json.loads(tidectl("status", "--json").stdout)
     assert after["state"] == "serving"
     assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before]

@@ -74,7 +74,7 @@ def profile(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    (model / "a.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes(b"")
     port = free_ports(4)
     path = tmp_path / "pair.toml"
     path.write_text(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tided.errors import ConfigError, DataError
+from tided.profile.checkpoint_files import checkpoint_fault, fetch_command
 from tided.profile.problems import Problem, Severity, in_order, render
 from tided.profile.reading import Reading
 from tided.profile.rules import is_file
@@ -40,14 +41,17 @@ def unread(settings: Settings, reading: Reading, severity: Severity) -> list[Pro
 
 def missing(settings: Settings, reading: Reading, severity: Severity) -> list[Problem]:
     path, seed, packs = settings.model.path, settings.tide.seed, settings.experts.pack_dir
-    download = f"tidectl fetch REPOSITORY --to {path}, or set model.path to where it is"
     dense = settings.model.dense
     found = (
-        ("model.path", checkpoint_fault(Path(path)), download),
+        (
+            "model.path",
+            checkpoint_fault(Path(path)),
+            f"{fetch_command(Path(path))}, or set model.path to where it is",
+        ),
         (
             "model.dense",
             checkpoint_fault(Path(dense)) if dense else "",
-            f"tidectl fetch REPOSITORY --dense --to {dense}; or set model.dense to where it is, or leave the key out: "
+            f"{fetch_command(Path(dense), '--dense')}; or set model.dense to where it is, or leave the key out: "
             "then model.path has all weights",
         ),
         (
@@ -72,19 +76,6 @@ def missing(settings: Settings, reading: Reading, severity: Severity) -> list[Pr
         for dotted, fault, suggestion in found
         if fault
     ]
-
-
-def checkpoint_fault(path: Path) -> str:
-    """Why a directory is not a checkpoint, or "". Looks at names only; the loader judges the contents."""
-    try:
-        names = [entry.name for entry in path.iterdir()]
-    except FileNotFoundError:
-        return f"there is no checkpoint at {path}"
-    except OSError as error:
-        return f"{path} cannot be read as a checkpoint directory ({error.strerror})"
-    if "config.json" not in names:
-        return f"{path} has no config.json"
-    return "" if any(name.endswith(".safetensors") for name in names) else f"{path} has no *.safetensors file"
 
 
 def _packs_fault(directory: str) -> str:
