@@ -65,7 +65,10 @@ def chat(
 
 def why(
     request: Annotated[
-        str, typer.Argument(metavar="REQUEST", help="The id of an answer (chatcmpl-...).  [default: the newest]")
+        str,
+        typer.Argument(
+            metavar="REQUEST", show_default=False, help="The id of an answer (chatcmpl-...).  [default: the newest]"
+        ),
     ] = "latest",
     url: Annotated[
         str | None,
@@ -79,9 +82,14 @@ def why(
     The server keeps this of its newest requests: numbers alone, no text.
 
     \b
-    Why it moved: "prompt", by a plan behind a prompt or a part of it; "decode" and "urgent", by one during an
-    answer (urgent: it missed badly); "idle", by one between requests; "hot read", for a missed pick at once.
-    "for L/E" names the expert that gave way to it, E of layer L.
+    Missed weight is the routing weight of picks whose expert was not here. Of it, "read before use" is what a layer
+    waited for (`balanced`, `exact`); another expert answered for the rest. Reads that no step waits for are what
+    happened: each with its moment.
+
+    \b
+    Why it moved: "chunk" and "prompt", by a plan between a prompt's chunks and behind it; "decode" and "urgent", by
+    one during an answer (urgent: it missed badly); "idle", by one between requests; "hot read", for a missed pick
+    at once; "budget", by `tidectl budget`. "for L/E" names the expert that gave way to it, E of layer L.
 
     \b
       tidectl why

@@ -38,13 +38,15 @@ def show(found: dict[str, Any], top: int) -> None:
 
 
 def summary(found: dict[str, Any]) -> str:
-    """Two lines: how much was missed, and what moved meanwhile."""
+    """Three lines: how much was missed, what a layer waited for, and what moved beside the steps meanwhile."""
     asked = sum(one["what"] == "asked" for one in found["movements"])
     return (
         f"{found['request_id']} ({found['ended']}): steps {found['first_step']} to {found['last_step']}, "
         f"{found['ms'] / 1000:.1f} s\n"
         f"{found['pairs_wanted']} experts wanted, {found['pairs_missed']} of them missed at least once "
-        f"(routing weight {found['missed_weight']:.1f}), {asked} reads of them began; "
+        f"(routing weight {found['missed_weight']:.1f}), {found['pairs_read']} read before use "
+        f"({found['read_weight']:.1f} of that weight)\n"
+        f"beside the steps: {asked} {'read' if asked == 1 else 'reads'} of them began; "
         f"{found['movements_of_others']} movements of experts that it did not want"
     )
 

@@ -34,6 +34,7 @@ def test_a_request_is_told_what_happened_to_the_pairs_it_wanted_while_it_ran():
     assert told == traces.newest
     assert (told.first_step, told.last_step, told.ms, told.ended) == (2, 5, 4.0, "stop")
     assert (told.pairs_wanted, told.pairs_missed, told.missed_weight) == (2, 2, 1.0)
+    assert (told.pairs_read, told.read_weight) == (2, 0.5)
     assert told.movements == [
         Movement(2, 1.0, "routable", 0, 3, (0, 0), "prompt"),
         Movement(3, 2.0, "routable", 1, 2, None, "hot read"),
@@ -59,7 +60,7 @@ def test_pairs_are_told_by_missed_weight_and_then_by_picks(monkeypatch):
     traces.began("one", 0, 0.0)
     traces.ended("one", "length", 1, 1.0, picked)
     assert [(pair.layer, pair.expert) for pair in traces.newest.pairs] == [(1, 3), (0, 1), (0, 0)]
-    assert traces.newest.pairs_wanted == 4
+    assert (traces.newest.pairs_wanted, traces.newest.pairs_read) == (4, 0)
 
 
 @pytest.mark.parametrize("waited", [False, True])

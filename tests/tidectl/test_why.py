@@ -15,6 +15,8 @@ TRACE = {
     "pairs_wanted": 3,
     "pairs_missed": 1,
     "missed_weight": 1.5,
+    "pairs_read": 1,
+    "read_weight": 0.5,
     "pairs": [
         {"layer": 3, "expert": 17, "picks": 4, "missed_weight": 1.5, "read_weight": 0.5},
         {"layer": 0, "expert": 2, "picks": 9, "missed_weight": 0.0, "read_weight": 0.0},
@@ -36,8 +38,11 @@ def test_each_expert_is_told_with_what_happened_to_it(tidectl: Tidectl, server: 
     assert first.split()[:5] == ["3", "17", "4", "1.50", "0.50"]
     assert "read began at 0.21 s, step 12 (prompt, for 3/1); routable at 0.39 s, step 14" in first
     assert second.split() == ["0", "2", "9"]
-    assert "3 experts wanted, 1 of them missed at least once (routing weight 1.5), 1 reads of them began" in ran.stderr
-    assert "1 more" in ran.stderr
+    [_, wanted, moved, left] = ran.stderr.splitlines()
+    missed = "3 experts wanted, 1 of them missed at least once (routing weight 1.5), "
+    assert wanted == missed + "1 read before use (0.5 of that weight)"
+    assert moved == "beside the steps: 1 read of them began; 2 movements of experts that it did not want"
+    assert left.startswith("1 more")
 
 
 def test_as_json_it_is_what_the_server_said(tidectl: Tidectl, server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:

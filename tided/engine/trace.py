@@ -52,8 +52,9 @@ class Movement(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """`pairs` are ordered by missed weight, `pairs_wanted` and `pairs_missed` count all. `movements` are of pairs that
-    the request wanted, `movements_of_others` counts the rest."""
+    """`pairs` are ordered by missed weight; `pairs_wanted`, `pairs_missed` and `pairs_read` (before use; that weight is
+    part of the missed one) count all. `movements` are of pairs that the request wanted, and of reads beside the steps
+    alone; `movements_of_others` counts the rest."""
 
     request_id: str
     ended: str
@@ -63,6 +64,8 @@ class Trace(msgspec.Struct, frozen=True):
     pairs_wanted: int
     pairs_missed: int
     missed_weight: float
+    pairs_read: int
+    read_weight: float
     pairs: list[PairUse]
     movements: list[Movement]
     movements_of_others: int
@@ -125,6 +128,7 @@ class Traces:
         self._done[request_id] = Trace(
             request_id, how, first + 1, step, round(1000 * (now_s - began_s), 2),
             int(wanted.sum()), int((uses.missed > 0).sum()), float(uses.missed.sum()),
+            int((uses.read > 0).sum()), float(uses.read.sum()),
             _heaviest(uses), movements, others,
         )  # fmt: skip
         while len(self._done) > KEPT_REQUESTS:
