@@ -280,7 +280,14 @@ async def test_a_long_answer_s_probabilities_are_written_beside_the_loop_too(ser
     monkeypatch.setattr("tided.api.exchange.MOST_AT_ONCE", 10)
     threads, listed = set(), LogprobJson.listed
     monkeypatch.setattr(LogprobJson, "listed", lambda *given: threads.add(threading.get_ident()) or listed(*given))
-    engine.script("a long answer of more than a few tokens")
+
+    def play(answer):
+        ids = answer.start().ids("a long answer of more than a few tokens")
+        told = [TokenLogprob(one, -0.5, [(one, -0.5)]) for one in ids]
+        answer.events.put_nowait(Tokens(answer.request.request_id, ids, told))
+        answer.finish()
+
+    engine.play = play
     await server.ask({"prompt": "a", "logprobs": 5}, **PATH)
     assert threads
     assert threading.get_ident() not in threads

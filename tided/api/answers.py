@@ -9,6 +9,7 @@ from tided.api.ports import Engine
 from tided.api.prepare import Prepared
 from tided.api.served import ServedModel
 from tided.chat.deltas import Delta
+from tided.engine.types import Event
 
 Piece = tuple[int, Delta]
 """(which answer, a piece of it)."""
@@ -28,7 +29,7 @@ class Answers:
     ) -> None:
         self.prepared, self._each, self._patience_s = choices[0].without_pixels(), each, patience_s
         self.generations: list[Generation] = []
-        self._waits: dict[int, asyncio.Task[list[Delta] | None]] = {}
+        self._waits: dict[int, asyncio.Task[Event | None]] = {}
         try:
             for prepared in choices:
                 self.generations.append(Generation(engine, prepared, served, patience_s))
@@ -49,18 +50,20 @@ class Answers:
         return ",".join(dict.fromkeys(generation.ending for generation in self.generations))
 
     async def next(self, timeout_s: float) -> list[Piece] | None:
-        """The next pieces of any; None when nothing came in time. Raises the engine's fault."""
+        """The next pieces of any; None when nothing came in time. Raises the engine's fault. What comes between two
+        calls waits: while a thread writes, no answer changes."""
         if len(self.generations) == 1:
             deltas = await self.generations[0].next(timeout_s)
             return None if deltas is None else [(0, delta) for delta in deltas]
         for at, generation in enumerate(self.generations):
             if not generation.over and at not in self._waits:
-                self._waits[at] = asyncio.create_task(generation.next(self._patience_s))
+                self._waits[at] = asyncio.create_task(generation.event(self._patience_s))
         done, _ = await asyncio.wait(self._waits.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         ended = [(at, self._waits.pop(at)) for at, task in list(self._waits.items()) if task in done]
         if faults := [fault for _, task in ended if (fault := task.exception())]:
             raise faults[0]
-        return [(at, delta) for at, task in ended for delta in task.result() or ()] if ended else None
+        read = [(at, self.generations[at].read(task.result())) for at, task in ended]
+        return [(at, delta) for at, deltas in read for delta in deltas or ()] if ended else None
 
     @property
     def prompt_logprobs(self) -> int:

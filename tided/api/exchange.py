@@ -41,7 +41,9 @@ class Running(Protocol[P_co]):
         ...
 
     @property
-    def answer_logprobs(self) -> int: ...
+    def answer_logprobs(self) -> int:
+        """Of answers, those that wait to be told."""
+        ...
 
     async def next(self, timeout_s: float) -> Sequence[P_co] | None:
         """The next pieces, possibly none; None when nothing came in time. Raises the engine's fault."""
@@ -100,13 +102,13 @@ async def answer_whole(context: Context, generation: Running[P], writer: Writer[
     deltas: list[P] = []
     while not generation.over:
         deltas += await generation.next(context.limits.keepalive_s) or ()
-    logprobs = generation.prompt_logprobs + generation.answer_logprobs
-    text = await _written(context, logprobs, lambda: to_json(writer.reply(deltas)))
-    return web.Response(text=text, content_type="application/json", charset="utf-8")
+    body = await _written(context, generation, lambda: to_json(writer.reply(deltas)).encode())
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
 
 
-async def _written(context: Context, logprobs: int, write: Callable[[], str]) -> str:
+async def _written(context: Context, generation: Running[P], write: Callable[[], T]) -> T:
     """The loop answers peers and the service manager: what takes seconds to write would be taken for a hang."""
+    logprobs = generation.prompt_logprobs + generation.answer_logprobs
     return write() if logprobs <= MOST_AT_ONCE else await context.slots.write(write)
 
 
@@ -129,21 +131,21 @@ async def _send_answer(
     """The status is sent: from here on a fault is an event of the stream."""
     keepalive_s = context.limits.keepalive_s
 
-    def text(deltas: Sequence[P]) -> str:
-        return (writer.begin() if generation.started else "") + writer.pieces(deltas)
-
     try:
         while not generation.over:
             deltas = await generation.next(max(keepalive_s - stream.silent_s, 0))
-            # What is told of an answer's tokens goes with each piece; what is told of a prompt goes at once.
-            await stream.write(await _written(context, generation.prompt_logprobs, partial(text, deltas or ())))
+            await stream.write(await _written(context, generation, partial(_begun, generation, writer, deltas or ())))
             # Also while the engine works: what it draws may be hidden, or held back until it is clear what it is.
             if stream.silent_s >= keepalive_s:
                 await stream.write(writer.silence())
-        await stream.write(writer.end())
+        await stream.write(await _written(context, generation, writer.end))
     except (ReaderStalledError, ConnectionError):
         raise
     except Exception as error:
         shown = as_request_error(error)
         note.outcome = f"error {shown.code or shown.status}"
         await stream.write(writer.fault(shown))
+
+
+def _begun(generation: Running[P], writer: Writer[P], deltas: Sequence[P]) -> str:
+    return (writer.begin() if generation.started else "") + writer.pieces(deltas)

@@ -19,10 +19,11 @@ class AnswerReader:
     """Token ids to pieces of the answer, with the counts of its usage."""
 
     def __init__(self, prepared: Prepared, served: ServedModel) -> None:
-        self.logprobs: dict[str, list[TokenLogprob]] = {"content": [], "reasoning": []}
         self.scores: list[TokenLogprob] = []  # of the prompt's tokens, from the second on
         chat, family, tokenizer = prepared.chat, served.family, served.tokenizer
         tools = chat.conversation.tools
+        kinds = ("content", "reasoning") if chat.reasoning_logprobs else ("content",)
+        self.logprobs: dict[str, list[TokenLogprob]] = {kind: [] for kind in kinds}  # those that are to be told
         self.parser = family.parser(
             start=prepared.prompt.start,
             leading=prepared.prompt.leading,
@@ -85,19 +86,25 @@ class Generation:
 
     async def next(self, timeout_s: float) -> list[Delta] | None:
         """The next pieces, possibly none; None when nothing came in time. Raises the engine's fault."""
+        return self.read(await self.event(timeout_s))
+
+    async def event(self, timeout_s: float) -> Event | None:
+        """The engine's next; None when nothing came in time. Nothing of the answer changes before it is read."""
         try:
             async with asyncio.timeout(timeout_s):
-                event = await anext(self._events)
+                return await anext(self._events)
         except TimeoutError:
-            waited_s = time.monotonic() - self._cancelled_s
-            return self._end_without_figures() if waited_s >= self._patience_s else None
+            return None
         except StopAsyncIteration:
             self.ending = "failed"
             raise engine_failed("The engine gave this request up.") from None
-        return self._read(event)
 
-    def _read(self, event: Event) -> list[Delta]:
+    def read(self, event: Event | None) -> list[Delta] | None:
+        """What `next` returns."""
         match event:
+            case None:
+                waited_s = time.monotonic() - self._cancelled_s
+                return self._end_without_figures() if waited_s >= self._patience_s else None
             case Started(cached_tokens=cached_tokens):
                 # Of a context that was parked meanwhile the first beginning counts.
                 self.cached_tokens = self.cached_tokens if self.started else cached_tokens
@@ -158,9 +165,9 @@ class Generation:
 
     @property
     def answer_logprobs(self) -> int:
-        """That a whole reply tells, so far."""
+        """That wait to be told: of a whole reply all, of a stream what no piece has told yet."""
         told = self.prepared.request.logprobs
-        return 0 if told is None else self.reader.tokens * (1 + told)
+        return 0 if told is None else sum(map(len, self.reader.logprobs.values())) * (1 + told)
 
     def usage(self) -> dict[str, Any]:
         prompt, completion = len(self.prepared.request.prompt_ids), self.completion_tokens

@@ -1,10 +1,11 @@
-"""Log probabilities as OpenAI shows them."""
+"""Log probabilities as OpenAI shows them. What is told of the likeliest tokens is made when it is written."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import structs
 
+from tided.api.json_text import Later
 from tided.chat.tokenizer import Tokenizer
 from tided.engine.types import TokenLogprob
 
@@ -25,11 +26,8 @@ class LogprobJson:
     def text(self, token_id: int) -> str:
         return self.piece(token_id).decode("utf-8", "replace")
 
-    def chat(self, logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-        return [
-            self._one(told.token_id, told.logprob) | {"top_logprobs": [self._one(*top) for top in told.top]}
-            for told in logprobs
-        ]
+    def chat(self, logprobs: Iterable[TokenLogprob]) -> list[Later]:
+        return [Later(self._with_likeliest, told) for told in logprobs]
 
     def listed(self, told: Iterable[TokenLogprob], offset: int) -> dict[str, list[Any]]:
         """OpenAI's older shape: parallel lists. `offset`: characters of the text before the first token."""
@@ -51,10 +49,10 @@ class LogprobJson:
             offset += len(spelling) if there else len(decoder.feed([token_id]))
         return lists
 
-    def by_id(self, scores: Iterable[TokenLogprob], most: int) -> list[dict[str, Any] | None]:
+    def by_id(self, scores: Iterable[TokenLogprob], most: int) -> list[Later | None]:
         """Of a prompt's tokens, as vLLM shows them: by token id, of the first nothing. The prompt's own token comes
         first, then the `most` likeliest."""
-        return [None, *(self._ranked(one, most) for one in scores)]
+        return [None, *(Later(self._ranked, one, most) for one in scores)]
 
     def _ranked(self, one: TokenLogprob, most: int) -> dict[str, Any]:
         likeliest = {token_id: (value, at) for at, (token_id, value) in enumerate(one.top[:most], 1)}
@@ -69,8 +67,13 @@ class LogprobJson:
         lists["tokens"].append(text)
         lists["text_offset"].append(offset)
         lists["token_logprobs"].append(None if one is None else max(one.logprob, LEAST))
-        top = None if one is None else {self.text(token_id): max(value, LEAST) for token_id, value in one.top}
-        lists["top_logprobs"].append(top)
+        lists["top_logprobs"].append(None if one is None else Later(self._likeliest, one))
+
+    def _likeliest(self, one: TokenLogprob) -> dict[str, float]:
+        return {self.text(token_id): max(value, LEAST) for token_id, value in one.top}
+
+    def _with_likeliest(self, told: TokenLogprob) -> dict[str, Any]:
+        return self._one(told.token_id, told.logprob) | {"top_logprobs": [self._one(*top) for top in told.top]}
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token_id), "logprob": max(logprob, LEAST), "bytes": list(self.piece(token_id))}

@@ -63,7 +63,7 @@ class Slots:
         finally:
             alive.end()
 
-    async def write(self, work: Callable[[], str]) -> str:
+    async def write(self, work: Callable[[], T]) -> T:
         """A long reply, written in a thread; one at a time, since each holds the interpreter. What has been computed
         is not refused any more: it waits for those before it, which are as long as a reply may be."""
         await self._reply.acquire()
