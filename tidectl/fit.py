@@ -16,6 +16,7 @@ from packers.fit import Found, Hub, Local, Source, Work, fit_layer, layers_of
 from packers.hub import Repository
 from tidectl.output import emit, say
 from tidectl.waiting import Item, Show, waiting
+from tidectl.writable import refuse_unwritable
 from tided.errors import DataError, UnavailableError, UsageError
 
 RANGE = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?")
@@ -32,8 +33,7 @@ class Kept(msgspec.Struct, forbid_unknown_fields=True):
 
 def run(base: str, edited: str, out: Path, layers: str, as_json: bool) -> None:
     out, wanted = out.absolute(), _range(layers)
-    if not out.parent.is_dir():
-        raise UsageError(f"{out.parent} is no directory", hint="make it first, or name another --out")
+    refuse_unwritable(out, "--out")
     with waiting() as show:
         show([Item("opening", base)])
         old, new = _open(base), _open(edited)

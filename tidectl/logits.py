@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from tidectl.fits import dimensions
 from tidectl.output import emit, say
 from tidectl.waiting import Item, Show, waiting
+from tidectl.writable import refuse_unwritable
 from tided.errors import DataError, PermissionError_, UnavailableError, UsageError
 from tided.settings import Settings
 
@@ -32,8 +33,7 @@ def run(
     check_ids(ids, target if isinstance(target, Path) else Path(target.model.path), tokens)
     if options.decode > len(ids):
         raise UsageError(f"--decode {options.decode} of only {len(ids)} tokens")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"there is no directory {out.absolute().parent} for --out")
+    refuse_unwritable(out, "--out")
     shape = _compute(target, ids, out, options)
     if as_json:
         emit("logits/1", {"out": str(out), "key": "logits", "tokens": shape[0], "vocabulary": shape[1]})

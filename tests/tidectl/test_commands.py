@@ -378,7 +378,9 @@ def test_logits_refuses_before_it_computes(tidectl: Tidectl, tmp_path: Path, che
     tokens.write_text("[1, 2]")
     common = ["logits", "--checkpoint", checkpoint, "--tokens", str(tokens), "--out"]
     assert tidectl(*common, str(tmp_path / "x"), "--decode", "3").exit_code == 2
-    assert tidectl(*common, str(tmp_path / "no" / "x")).exit_code == 2
+    for place, words in (("no/x", "no is no directory"), (".", "is a directory")):
+        ran = tidectl(*common, str(tmp_path / place))
+        assert (ran.exit_code, words in ran.stderr) == (2, True)
     nowhere = tidectl("logits", "--checkpoint", "/nope", "--tokens", str(tokens), "--out", str(tmp_path / "x"))
     assert (nowhere.exit_code, "there is no checkpoint at /nope\n  --checkpoint" in nowhere.stderr) == (65, True)
     assert offline.asked == ()

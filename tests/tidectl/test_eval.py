@@ -2,7 +2,9 @@
 
 import json
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from packers.shards import Checkpoint
 from tests.bundled import DEEPSEEK, GLM, Mini
 from tests.tidectl.canned import Tidectl
 from tidectl.evals import answers, figures, plot, points, show
+from tidectl.evals.run import Options, chosen
+from tidectl.evals.targets import Scorer, Start
 from tidectl.evals.texts import FILE, read
+from tidectl.waiting import Show
 from tided.engine.offline import logits
 from tided.engine.types import TokenLogprob
 from tided.errors import DataError
@@ -245,6 +250,66 @@ def test_an_overlay_is_compared_with_the_model_without_it(tidectl: Tidectl, tmp_
     assert (stock["share"], under["share"]) == (100, 100)
     assert under["mean"]["loss"] > stock["mean"]["loss"] + 0.01
     assert under["mean"]["kl"] > 0.01
+
+
+class _Known(NamedTuple):
+    """A target that is asked for nothing but this."""
+
+    name: str = "mini"
+    tokenizer: Path = DEEPSEEK.path
+    context_tokens: int = 4096
+
+    def started(self, start: Start, show: Show) -> AbstractContextManager[Scorer]:
+        raise AssertionError("nothing is scored")
+
+
+def test_a_domain_with_too_few_texts_is_told_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "mine.jsonl"
+    turns = [{"role": "user", "content": "So many words. " * 40}, {"role": "assistant", "content": "Yes."}]
+    rows = [{"domain": "mail", "text": f"The sea is wide, and calm on day {n} of {n} days. " * 8} for n in range(3)]
+    rows += [{"domain": "support", "messages": turns}, {"domain": "open", "messages": turns[:1]}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = chosen(_Known(), Options(data=file, texts=3, longest=100))
+    assert {domain: one.as_data() for domain, one in found.items()} == {
+        "mail": {"texts": 3, "too_long": 0}, "support": {"texts": 0, "too_long": 1}, "open": {"texts": 0, "too_long": 0}
+    }  # fmt: skip
+    assert capsys.readouterr().err.splitlines() == [
+        "support: no text, so it is in no figure (left out, with prompts of 100 tokens and more: 1; see --longest)",
+        "open: no text, so it is in no figure (no line of it has an answer)",
+    ]
+    chosen(_Known(), Options(data=file, texts=4, longest=400, domains=["mail"]))
+    assert capsys.readouterr().err == "mail: 3 of 4 texts (the file has no more)\n"
+    with pytest.raises(DataError, match="no text is left"):
+        chosen(_Known(), Options(data=file, longest=100, domains=["support"]))
+    capsys.readouterr()
+    chosen(_Known(), Options())  # the bundled ones are enough
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "place", "told"),
+    [
+        ("--plot", "absent/loss.png", "absent is no directory"),
+        ("--plot", "mine.jsonl/loss.png", "mine.jsonl is no directory"),
+        ("--plot", ".", "is a directory"),
+        ("--plot", "x" * 300, "File name too long"),
+        ("--points", "absent/points.jsonl", "absent is no directory"),
+        ("--points", ".", "is a directory"),
+        ("--points", "mine.jsonl", "no points of an evaluation"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_scored(
+    tidectl: Tidectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, place: str, told: str
+):
+    monkeypatch.setattr("tidectl.evals.run.Offline", lambda *_: pytest.fail("the engine was started"))
+    monkeypatch.setattr("tidectl.evals.run.Server", lambda *_: pytest.fail("a server was asked"))
+    (tmp_path / "mine.jsonl").write_text("{}")
+    for where in (["mini-deepseek"], ["--url", "http://127.0.0.1:1"]):
+        ran = tidectl("eval", *where, option, str(tmp_path / place))
+        assert ran.exit_code in (2, 65, 69)
+        assert told in ran.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["mine.jsonl"]
+    assert (tmp_path / "mine.jsonl").read_text() == "{}"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tidectl.bench.cases import BY_NAME, Ask, Case, Sizes, long_text
 from tidectl.bench.receipt import CaseResult, Receipt, summarise, write
 from tidectl.output import emit, say
 from tidectl.progress import Progress
+from tidectl.writable import refuse_unwritable
 from tided.errors import TideError, UsageError
 
 WARM_TOKENS = 64
@@ -44,13 +45,10 @@ def run(target: measure.Target, options: Options, as_json: bool) -> None:
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Before minutes are spent. Raises UsageError."""
+    """Before minutes are spent. Raises TideError."""
+    refuse_unwritable(path, "--receipt")
     if path.exists():
         raise UsageError("is there already: no receipt is overwritten", where=str(path), hint="another --receipt FILE")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(
-            "no receipt can be written there", where=str(path), hint="--receipt FILE in a directory of yours"
-        )
 
 
 def fitting(target: measure.Target, sizes: Sizes, chosen: Collection[str]) -> Sizes:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tidectl.writable import refuse_unwritable
 from tided.errors import DataError, UnavailableError
 
 NAMES = ("model", "texts", "top", "reference", "case", "overlay", "share")
@@ -23,6 +24,12 @@ def kept(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     _write(file, every)
     same = {_of(row, ALIKE) for row in rows}
     return [row for row in every if _of(row, ALIKE) in same]
+
+
+def refuse(file: Path) -> None:
+    """Before minutes are spent. Raises TideError for a file of something else, and where none can be written."""
+    refuse_unwritable(file, "--points")
+    _read(file)
 
 
 def _of(row: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -2,19 +2,20 @@
 
 import hashlib
 import os
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tidectl.evals import figures, points, show
 from tidectl.evals.answers import Checks, check_answers
+from tidectl.evals.drawing import Drawn, draw, shortages
 from tidectl.evals.figures import Judged, judge
 from tidectl.evals.targets import Held, Offline, Scored, Scorer, Server, Start, Target, stock
 from tidectl.evals.texts import FILE, Text, read
 from tidectl.output import emit, say
 from tidectl.running import server_url
 from tidectl.waiting import Item, Show, waiting
+from tidectl.writable import refuse_unwritable
 from tided.engine.types import Fidelity
 from tided.errors import DataError, UsageError
 
@@ -46,9 +47,11 @@ class Case(NamedTuple):
 
 
 def run(profile: Path | None, url: str | None, options: Options, as_json: bool) -> None:
+    _refuse_unwritable(options)
     with waiting() as progress:
         target, reference, cases = _server(url, options) if profile is None else _offline(profile, options)
-        texts = chosen(target, options)
+        drawn = chosen(target, options)
+        texts = [text for one in drawn.values() for text in one.texts]
         rows = measured(target, texts, reference, cases, options.top, progress)
         checks = _checks(target, cases, options, progress)
     key = hashlib.blake2b("".join(text.key for text in texts).encode(), digest_size=8).hexdigest()
@@ -61,7 +64,13 @@ def run(profile: Path | None, url: str | None, options: Options, as_json: bool) 
         plot.draw(options.plot, plot.series(shown), f"{target.name}: loss by budget")
     report = {
         "target": target.name,
-        "texts": {"file": str(options.data or FILE), "key": key, "count": len(texts), "seed": options.seed},
+        "texts": {
+            "file": str(options.data or FILE),
+            "key": key,
+            "count": len(texts),
+            "seed": options.seed,
+            "domains": {domain: one.as_data() for domain, one in drawn.items()},
+        },
         "top": options.top,
         "reference": reference.label,
         "rows": shown,
@@ -72,6 +81,14 @@ def run(profile: Path | None, url: str | None, options: Options, as_json: bool) 
         emit("eval/1", report)
     else:
         show.show(report)
+
+
+def _refuse_unwritable(options: Options) -> None:
+    """Before minutes are spent. Raises TideError."""
+    if options.points:
+        points.refuse(options.points)
+    if options.plot:
+        refuse_unwritable(options.plot, "--plot")
 
 
 def _server(url: str | None, options: Options) -> tuple[Target, Case, list[Case]]:
@@ -106,19 +123,18 @@ def _offline(profile: Path, options: Options) -> tuple[Target, Case, list[Case]]
     )
 
 
-def chosen(target: Target, options: Options) -> list[Text]:
-    """Of each domain so many, drawn by the seed. Longer texts lose their end, longer prompts are left out."""
-    most = min(options.longest, target.context_tokens)
-    found = read(target.tokenizer, 1 << 30, options.data or FILE)
+def chosen(target: Target, options: Options) -> dict[str, Drawn]:
+    """By domain. What is short of texts is said: else a domain would be missing from every figure, and nobody told."""
+    most, file = min(options.longest, target.context_tokens), options.data or FILE
+    found = read(target.tokenizer, 1 << 30, file)
     if unknown := set(options.domains) - found.keys():
         raise UsageError(f"no texts of {', '.join(sorted(unknown))}", hint=f"there are {', '.join(found)}")
-    rng, drawn = random.Random(options.seed), []
-    for domain, all_texts in found.items():
-        if not options.domains or domain in options.domains:
-            fitting = [text.cut(most - text.prompt_tokens) for text in all_texts if text.prompt_tokens < most]
-            drawn += rng.sample(fitting, min(options.texts, len(fitting)))
-    if not drawn:
-        raise DataError("no text is left", where=str(options.data or FILE), hint=f"--longest {most} tokens: raise it")
+    wanted = {domain: texts for domain, texts in found.items() if not options.domains or domain in options.domains}
+    drawn = draw(wanted, options.texts, most, options.seed)
+    for line in shortages(drawn, options.texts, most):
+        say(line, "yellow")
+    if not any(one.texts for one in drawn.values()):
+        raise DataError("no text is left", where=str(file), hint=f"--longest {most} tokens: raise it")
     return drawn
 
 
