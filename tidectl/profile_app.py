@@ -22,10 +22,14 @@ def profile_check(file: Profile, json: Json = False) -> None:
 
 @profile.command("list")
 def profile_list(json: Json = False) -> None:
-    """List the profiles that come with TideLM, and what keeps this build from starting one here."""
+    """List the profiles that have a name, and what keeps this build from starting one here.
+
+    They come with TideLM, or are this node's own: /etc/tidelm/NAME.toml, which comes before a bundled one of its name.
+    A broken one is listed with its error, and the exit code is that of the first.
+    """
     from tidectl import profile_commands
 
-    profile_commands.list_bundled(json)
+    raise typer.Exit(profile_commands.list_named(json))
 
 
 @profile.command("show")

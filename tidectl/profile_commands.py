@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from tidectl import fits, preflight, profiles, runner
-from tidectl.output import emit, say, styled
+from tidectl.output import emit, say, styled, visible
 from tidectl.state import chosen_dir
 from tided import profile
+from tided.errors import TideError
 from tided.profile import Problem
 from tided.profile.problems import in_order
 from tided.profile.reading import read
@@ -53,19 +54,35 @@ def _problems(path: Path) -> tuple[list[Problem], bool]:
     return in_order(found), True
 
 
-def list_bundled(as_json: bool) -> None:
-    rows = [_listed(name, path) for name, path in profiles.bundled().items()]
+def list_named(as_json: bool) -> int:
+    """The exit code: that of the first profile that is broken. The others are listed all the same."""
+    rows = [_listed(name, path) for name, path in profiles.named().items()]
     if as_json:
         emit("profile-list/1", {"profiles": rows})
-        return
-    for row in rows:
-        print(f"{styled(row['name'], 'bold', sys.stdout)}\n    {row['title']}\n    {row['path']}")
-        for obstacle in row["obstacles"]:
-            print(styled(f"    does not start: {obstacle}", "yellow", sys.stdout))
+    else:
+        for row in rows:
+            _print_listed(row)
+    return next((row["error"]["exit_code"] for row in rows if row["error"]), 0)
+
+
+def _print_listed(row: dict[str, Any]) -> None:
+    print(f"{styled(row['name'], 'bold', sys.stdout)}\n    {visible(row['title'])}\n    {row['path']}")
+    for obstacle in row["obstacles"]:
+        print(styled(f"    does not start: {obstacle}", "yellow", sys.stdout))
+    if row["error"]:
+        first = visible(row["error"]["what"].partition("\n")[0])
+        print(styled(f"    broken: {first}", "red", sys.stdout))
+        print(f"    tidectl profile check {row['name']}")
 
 
 def _listed(name: str, path: Path) -> dict[str, Any]:
-    return {"name": name, "path": str(path), "title": profiles.title(path), "obstacles": _obstacles(path)}
+    """`error`: why nothing else is known of it; None of a profile."""
+    row: dict[str, Any] = {"name": name, "path": str(path), "title": "", "obstacles": [], "error": None}
+    try:
+        return {**row, "obstacles": _obstacles(path), "title": profiles.title(path)}
+    except TideError as error:
+        told = {"what": error.what, "where": error.where, "hint": error.hint, "exit_code": error.exit_code}
+        return {**row, "error": told}
 
 
 def _obstacles(path: Path) -> list[str]:

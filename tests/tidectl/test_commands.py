@@ -202,7 +202,8 @@ def test_notes_do_not_fail_a_check(tidectl: Tidectl) -> None:
     assert ran.exit_code == 0
 
 
-def test_profile_list_and_show(tidectl: Tidectl) -> None:
+def test_profile_list_and_show(tidectl: Tidectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "SITE_DIR", tmp_path)
     listed = json.loads(tidectl("profile", "list", "--json").stdout)
     assert [row["name"] for row in listed["profiles"]] == [
         "ds41-mxfp4", "glm53-exl3", "mini-deepseek", "mini-glm",
@@ -220,10 +221,38 @@ def test_profile_list_and_show(tidectl: Tidectl) -> None:
     assert "verify_reads = false (default)" in text
 
 
+def test_a_broken_profile_hides_no_other(tidectl: Tidectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what comes with TideLM, and of this node's own."""
+    monkeypatch.setattr(profiles, "SITE_DIR", tmp_path)
+    (tmp_path / "a-broken.toml").write_text("# Mine.\n[model\n")
+    (tmp_path / "mine.toml").write_text("# \u202eMine.\n" + (ROOT / "profiles" / "mini-glm.toml").read_text())
+    (tmp_path / "wrong.toml").write_text("[model]\npath = 5\n")
+    ran = tidectl("profile", "list")
+    assert ran.exit_code == 78
+    names = ["ds41-mxfp4", "glm53-exl3", "mini-deepseek", "mini-glm", "a-broken", "mine", "wrong"]
+    assert [line for line in ran.stdout.splitlines() if not line.startswith(" ")] == names
+    assert f"    broken: {tmp_path}/a-broken.toml:2:7: error: " in ran.stdout
+    assert "    tidectl profile check a-broken\n" in ran.stdout
+    assert "\n    Mine.\n" in ran.stdout
+    told = tidectl("profile", "list", "--json")
+    rows = {row["name"]: row for row in json.loads(told.stdout)["profiles"]}
+    assert (told.exit_code, list(rows)) == (78, names)
+    assert [name for name, row in rows.items() if row["error"]] == ["a-broken", "wrong"]
+    assert rows["wrong"]["error"]["exit_code"] == 78
+    assert "'model.path'" in rows["wrong"]["error"]["what"]
+    (tmp_path / "a-broken.toml").unlink()
+    (tmp_path / "wrong.toml").unlink()
+    assert tidectl("profile", "list").exit_code == 0
+    (tmp_path / "closed.toml").mkdir()  # no file: cannot be read, by root neither
+    closed = tidectl("profile", "list")
+    assert (closed.exit_code, "no profile can be read here" in closed.stdout) == (78, True)
+
+
 def test_what_keeps_a_listed_profile_from_starting(
     tidectl: Tidectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiles, "BUNDLED_DIR", tmp_path)
+    monkeypatch.setattr(profiles, "SITE_DIR", tmp_path / "absent")
     text = "[model]\npath='c'\nserved_name='a'\n[experts]\nresident=1\n[cache]\ncontext_tokens=16\npool_tokens=16\n"
     unbuilt = [key._replace(built=False) for key in KEYS if key.dotted == "tide.max_swaps"]
     monkeypatch.setattr(profile_commands, "KEYS", unbuilt)
