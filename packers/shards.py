@@ -3,6 +3,7 @@ until a tensor is asked for. Importing this module does not import torch; only `
 
 import hashlib
 import mmap
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -242,8 +243,11 @@ def _samples(shard: Shard) -> Iterable[bytes]:
     count, size = (SAMPLES, SAMPLE_BYTES) if length > SAMPLES * SAMPLE_BYTES else (1, length)
     try:
         with shard.path.open("rb") as file:
-            for i in range(count):
-                file.seek(shard.data_offset + i * (length - size) // max(count - 1, 1))
+            begins = [shard.data_offset + i * (length - size) // max(count - 1, 1) for i in range(count)]
+            for begin in begins:  # all of them are under way before one is waited for
+                os.posix_fadvise(file.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
+            for begin in begins:
+                file.seek(begin)
                 yield file.read(size)
     except OSError as e:
         raise DataError(f"cannot be read: {e.strerror}", where=str(shard.path)) from e

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-import packers.pack as writing
+import packers.pack_writer as writing
 from kernels.exl3_record import Exl3Record, Stored
 from kernels.record import PAGE_BYTES
 from packers.exl3_pack import Exl3Header, exl3_header_of

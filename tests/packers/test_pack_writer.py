@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-import packers.pack as writing
+import packers.pack as packing
+import packers.pack_writer as writing
 from kernels.record import PAGE_BYTES, ExpertRecord
 from packers.mxfp4 import Header, header_of
-from packers.pack import PackWriter, pack
+from packers.pack import pack
+from packers.pack_writer import PackWriter
 from packers.packs import Pack, encode_header
 from tided.errors import DataError, UnavailableError
 
@@ -97,15 +100,17 @@ class CallsThatEnd:
     """The n-th call that changes a file ends the process; a write gets half of its bytes out first."""
 
     def __init__(self, monkeypatch, n):
-        self.calls, self.n = 0, n
+        self.calls, self.n, self.lock = 0, n, threading.Lock()  # every pack has a thread
         for name in ("pwrite", "fdatasync", "fsync", "ftruncate"):
             monkeypatch.setattr(writing.os, name, self.wrapped(name, getattr(os, name)))
         rename = Path.rename
         monkeypatch.setattr(Path, "rename", lambda path, to: self.counted(lambda: rename(path, to), lambda: None))
 
     def counted(self, whole, half):
-        self.calls += 1
-        if self.calls == self.n:
+        with self.lock:
+            self.calls += 1
+            ends = self.calls == self.n
+        if ends:
             half()
             raise Killed
         return whole()
@@ -146,7 +151,7 @@ def test_a_kill_at_random_moments_of_a_real_process_loses_nothing_but_the_last_b
     program = textwrap.dedent("""
         import sys, time
         sys.path[:0] = sys.argv[2:]
-        import packers.pack as writing
+        import packers.pack_writer as writing
         import test_pack_writer as t
         writing.FLUSH_BYTES = 2 * t.RECORD.slot_bytes
         read = t.Source()
@@ -280,7 +285,7 @@ def test_a_disk_that_fills_up_is_told_and_the_pack_goes_on_later(tmp_path, monke
     plain, written = os.pwrite, []
 
     def full(fd, data, offset):
-        if len(written) == 20:
+        if len(written) >= 20:
             raise OSError(errno.ENOSPC, "No space left on device")
         written.append(offset)
         return plain(fd, data[: len(data) // 2 + 1], offset)  # and writes that are cut short
@@ -350,11 +355,66 @@ def test_an_error_of_the_source_ends_the_run_and_leaves_no_pack(tmp_path):
 
 def test_a_pack_gets_no_name_before_it_is_whole(tmp_path):
     with PackWriter(tmp_path / NAMES[0], HEADERS[0]) as writer:
-        writer.write(record_of(0, 0, 0))
+        writer.write(0, record_of(0, 0, 0))
         with pytest.raises(ValueError, match="1 of 15 records"):
             writer.finish()
-        with pytest.raises(ValueError, match="a record of 10 bytes"):
-            writer.write(memoryview(bytes(10)))
+        with pytest.raises(ValueError, match="record 1 of 10 bytes"):
+            writer.write(1, memoryview(bytes(10)))
+
+
+def test_a_record_that_could_not_be_written_is_followed_by_none(tmp_path, monkeypatch, expected):
+    """All records are of one size: the next would lie in its place, under a checksum that agrees."""
+    plain, at = os.pwrite, HEADERS[0].offset(1)
+
+    def once(fd, data, offset):
+        if offset == at:
+            monkeypatch.setattr(writing.os, "pwrite", plain)
+            raise OSError(errno.EIO, "Input/output error")
+        return plain(fd, data, offset)
+
+    monkeypatch.setattr(writing.os, "pwrite", once)
+    with PackWriter(tmp_path / NAMES[0], HEADERS[0]) as writer:
+        sent = [writer.send(number, record_of(*divmod(number, EXPERTS), 0)) for number in range(4)]
+        assert [type(one.exception(30)) for one in sent] == [type(None), OSError, ValueError, ValueError]
+        assert writer.done == 1
+    make(tmp_path)
+    assert contents(tmp_path) == expected
+
+
+def test_packs_are_written_beside_each_other_while_the_next_expert_is_read(tmp_path, monkeypatch, expected):
+    plain, met, source = os.pwrite, threading.Barrier(3, timeout=30), Source()
+
+    def write(fd, data, offset):
+        if offset == HEADERS[0].offset(0):
+            met.wait()
+        return plain(fd, data, offset)
+
+    def read(layer, expert):
+        if (layer, expert) == (0, packing.READERS - 1):
+            met.wait()
+        return source(layer, expert)
+
+    monkeypatch.setattr(writing.os, "pwrite", write)
+    make(tmp_path, read)
+    assert contents(tmp_path) == expected
+
+
+def test_an_expert_is_needed_no_longer_than_until_the_one_so_far_behind_is_asked_for(tmp_path, expected):
+    """Rooms are used in turns, and overwritten before anything is read into them."""
+    rooms = [[bytearray(RECORD.slot_bytes) for _ in range(RANKS)] for _ in range(packing.AT_ONCE)]
+    begun, told = [], [(0, 15)]
+
+    def read(layer, expert):
+        number = layer * EXPERTS + expert
+        begun.append((number, told[-1][0]))
+        for rank, room in enumerate(rooms[number % packing.AT_ONCE]):
+            room[:] = bytes(len(room))
+            room[:] = record_of(layer, expert, rank)
+        return [memoryview(room) for room in rooms[number % packing.AT_ONCE]]
+
+    make(tmp_path, read, told=told)
+    assert contents(tmp_path) == expected
+    assert all(number - done < packing.AT_ONCE for number, done in begun)
 
 
 def test_a_pack_that_only_lacked_its_name_gets_it(tmp_path, expected):

@@ -1,6 +1,5 @@
 """A checkpoint's experts as packs: what joins a model family, a checkpoint and the writer of packs."""
 
-import mmap
 from itertools import accumulate
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from msgspec.structs import replace
 from kernels.exl3_record import Exl3Record
 from kernels.record import PAGE_BYTES
 from packers.exl3_pack import exl3_header_of
+from packers.memory import device_memory
 from packers.mxfp4 import header_of
 from packers.pack import AT_ONCE, ReadRecords, pack
 from packers.pack_header import PackHeader
@@ -68,13 +68,13 @@ def pack_header(checkpoint: Checkpoint, family: Family, rank: int, ranks: int) -
 
 def _reader(source: EveryRank, experts: int) -> ReadRecords:
     """Into rooms that are used in turns, and so are memory already when they are read into. `experts`: of a layer."""
-    rooms = [mmap.mmap(-1, PAGE_BYTES) for _ in range(AT_ONCE)]
+    rooms = [device_memory(PAGE_BYTES) for _ in range(AT_ONCE)]
 
     def read(layer: int, expert: int) -> list[memoryview]:
         sizes, turn = source.sizes(layer, expert), (layer * experts + expert) % AT_ONCE
         if len(rooms[turn]) < sum(sizes):
-            rooms[turn] = mmap.mmap(-1, sum(sizes))
-        room = memoryview(rooms[turn])[: sum(sizes)]
+            rooms[turn] = device_memory(sum(sizes))
+        room = rooms[turn][: sum(sizes)]
         source.read(layer, expert, room)
         begins = accumulate(sizes, initial=0)
         return [room[begin : begin + nbytes] for begin, nbytes in zip(begins, sizes, strict=False)]

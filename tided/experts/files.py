@@ -8,6 +8,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
+from packers.memory import device_memory
 from tided.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -73,12 +74,12 @@ class Staging(threading.local):
     """Page-aligned memory of the calling thread; grows to the largest size asked for."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, ALIGN_BYTES)
+        self._memory = device_memory(ALIGN_BYTES)
 
     def buffer(self, nbytes: int) -> memoryview:
         if len(self._memory) < nbytes:
-            self._memory = mmap.mmap(-1, aligned_up(nbytes))
-        return memoryview(self._memory)
+            self._memory = device_memory(nbytes)
+        return self._memory
 
 
 @cache
