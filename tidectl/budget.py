@@ -97,14 +97,22 @@ def wanted(amount: str, now: dict[str, Any]) -> AskBudget:
 
 def words(found: dict[str, Any]) -> list[str]:
     """What a change would mean."""
-    more = found["bytes"] - found["bytes_now"]
     moves = f"{found['leave']} leave at once" if found["leave"] else f"{found['come']} are read while it serves"
     return [
         f"experts   {found['resident_now']} -> {found['resident']} of {found['experts']}: {moves}",
-        f"memory    {_gb(found['bytes_now'])} -> {_gb(found['bytes'])} on each rank ({'+' if more > 0 else '-'}"
-        f"{_gb(abs(more))})",
+        f"memory    {_gb(found['bytes_now'])} -> {_gb(found['bytes'])} on each rank ({_change(found)})",
         f"covered   {found['covered_now']:.2%} -> {found['covered']:.2%} of the routing weight that is expected",
     ]
+
+
+def _change(found: dict[str, Any]) -> str:
+    """Of residents; and of the memory that their slots have, where this comes and goes in larger units."""
+    more, real = (found[name] - found[f"{name}_now"] for name in ("bytes", "arena_bytes"))
+    change = f"{'+' if more > 0 else '-'}{_gb(abs(more))}"
+    if real == more:
+        return change
+    moves = "the system gives" if more > 0 else "the system gets back"
+    return f"{change}; {moves} {_gb(abs(real))}, since it does so in larger units"
 
 
 def _show(now: dict[str, Any], as_json: bool) -> None:

@@ -198,12 +198,36 @@ def test_places_that_are_promised_are_not_promised_again(by_writing):
     pair.close()
 
 
-def test_what_is_rounded_up_counts_on_each_rank_of_a_node():
-    nodes = Nodes(("a", "b", "a"), keep_bytes=5, rounding_bytes=3)
-    nodes.refuse_growth(10, {0: 2 * 13 + 5, 1: 13 + 5})
+def test_what_a_change_takes_counts_on_each_rank_of_a_node():
+    nodes = Nodes(("a", "b", "a"), keep_bytes=5)
+    nodes.refuse_growth(13, {0: 2 * 13 + 5, 1: 13 + 5})
     for rank, free in ((0, 2 * 13 + 4), (1, 13 + 4)):
         with pytest.raises(RequestError, match=f"rank {rank}'s node"):
-            nodes.refuse_growth(10, {rank: free})
+            nodes.refuse_growth(13, {rank: free})
+
+
+def test_the_forecast_tells_what_the_system_gives_and_gets_back(monkeypatch):
+    """A device that reads the system's memory has it in segments, so that a small change gives nothing back."""
+    pair = Living(model(1, 60))
+    arena, record = pair.ranks[0].residents.arena, pair.ranks[0].residents.places.nbytes[0]
+    segment = 16 * record
+    monkeypatch.setattr(arena._memory, "held", lambda used: placement._rounded_bytes(used, segment, arena.data.nbytes))
+    before = arena.held_bytes
+    assert before > sum(one.slots * one.nbytes for one in arena.classes)
+    for resident in (59, 57, 40, 61, 75):
+        told_of = told(pair, resident, apply=False)
+        assert told_of.bytes - told_of.bytes_now == (resident - 60) * record
+        assert told_of.arena_bytes_now == before
+        assert told_of.arena_bytes % segment in (0, arena.data.nbytes % segment)
+        assert abs(told_of.arena_bytes - before - (resident - 60) * record) < 2 * segment
+    assert told(pair, 59, apply=False).arena_bytes == before
+    more = told(pair, 75, apply=False)
+    keep = pair.ranks[0].executor.caching.prefixes.room_bytes + more.arena_bytes - before
+    assert isinstance(told(pair, 75, apply=False, free={0: keep}), Forecast)
+    assert isinstance(told(pair, 75, apply=False, free={0: keep - 1}), RequestError), "segments are what it takes"
+    changed(pair, 40)
+    assert arena.held_bytes == told(pair, apply=False).arena_bytes < before
+    pair.close()
 
 
 def test_where_memory_cannot_be_given_back_the_budget_stands():

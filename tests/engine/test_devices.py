@@ -6,7 +6,6 @@ from msgspec.structs import replace
 from real_pair import GLM, GOLDEN, opened
 
 from tided.engine import devices
-from tided.engine.budget import nodes_of
 from tided.engine.build import build_rank, open_model
 from tided.engine.devices import allocating, free_bytes, is_shortage, local_index, refuse_shortage, use_device
 from tided.engine.memory import Node, gates, largest_budget, needs, passing_bytes, with_resident
@@ -239,8 +238,6 @@ def test_one_memory_of_system_and_device_is_judged_once_and_without_the_file_cac
     assert both[0].asked_bytes == stays + model.settings.memory.reserve_bytes
     beside = [need for need in needs(model, 0) if need not in needs(model, 0, apart=True)]
     assert [(need.what, need.nbytes) for need in beside] == [("rounding of slots", 3 * SEGMENT_BYTES)]
-    assert nodes_of(model).rounding_bytes == SEGMENT_BYTES
-    assert nodes_of(with_settings()).rounding_bytes == 0
 
 
 def test_a_device_with_memory_of_its_own_is_judged_beside_the_system(tmp_path, monkeypatch):

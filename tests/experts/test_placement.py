@@ -181,12 +181,12 @@ def test_what_segments_take_beside_the_slots_is_bounded(data):
         patched.setattr("tided.experts.arena.slots_on", on)
         arena = Arena.of_sizes(classes, np.zeros((1, 1), int), CPU, 2)
         for wanted in changes:
-            registered = sum(runtime.held.values())
-            assert registered <= arena.held_bytes + placement.rounding_bytes(len(sizes) + 1)
-            now = zip(wanted, arena.classes, strict=True)
-            grows = sum(one.nbytes * max(0, places - one.residents) for places, one in now)
+            slots = sum(end - begin for begin, end in arena._parts([one.slots for one in arena.classes]))
+            assert arena.held_bytes == sum(runtime.held.values())
+            assert arena.held_bytes <= slots + placement.rounding_bytes(len(sizes) + 1)
+            foreseen = arena.bytes_with(wanted)
             arena.resize(wanted)
-            assert sum(runtime.held.values()) <= registered + grows + len(sizes) * segment
+            assert foreseen == arena.held_bytes == sum(runtime.held.values())
         del arena
         assert runtime.held == {}
 
@@ -200,6 +200,7 @@ class Elastic(Fake):
         monitor = SimpleNamespace(
             use=lambda *part: self.used.append(part),
             give_back=lambda *part: (self.used.append(("back", *part)), self.memory.give_back(*part)),
+            held=self.memory.held,
         )
         return self.memory.host, self.memory.host, monitor
 

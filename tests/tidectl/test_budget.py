@@ -45,12 +45,28 @@ def test_what_is_no_amount_is_refused(amount: str) -> None:
 
 def test_a_forecast_says_what_moves_and_what_it_takes() -> None:
     found = NOW | {"resident": 9_800, "experts": 15_360, "leave": 200, "come": 0, "bytes": 92_123_136_000}
-    found |= {"covered_now": 0.95, "covered": 0.94}
+    found |= {"covered_now": 0.95, "covered": 0.94, "arena_bytes_now": 99_000_000_000}
+    found |= {"arena_bytes": 99_000_000_000 + found["bytes"] - found["bytes_now"]}
     experts, memory, covered = words(found)
     assert "10000 -> 9800 of 15360: 200 leave at once" in experts
     assert "94.00 GB -> 92.12 GB on each rank (-1.88 GB)" in memory
     assert "95.00% -> 94.00%" in covered
     assert "40 are read while it serves" in words(found | {"leave": 0, "come": 40})[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "real", "told"),
+    [
+        (-40_000_000, 0, "(-40.00 MB; the system gets back 0.00 MB, since"),
+        (-940_000_000, -872_415_232, "(-0.94 GB; the system gets back 0.87 GB, since"),
+        (40_000_000, 67_108_864, "(+40.00 MB; the system gives 67.11 MB, since"),
+        (40_000_000, 40_000_000, "(+40.00 MB)"),
+    ],
+)
+def test_what_the_system_gets_back_is_told_where_it_is_something_else(more: int, real: int, told: str) -> None:
+    found = NOW | {"resident": 9_800, "experts": 15_360, "leave": 200, "come": 0, "covered_now": 1, "covered": 1}
+    sizes = {"bytes": NOW["bytes_now"] + more, "arena_bytes_now": 99 << 30, "arena_bytes": (99 << 30) + real}
+    assert told in words(found | sizes)[1]
 
 
 def test_nothing_that_runs_has_no_budget(tidectl: Tidectl) -> None:

@@ -19,7 +19,6 @@ from tided.engine import memory
 from tided.engine.memory import gb, passing_bytes
 from tided.engine.motion import Motion
 from tided.engine.ports import Pilot, Residents
-from tided.engine.slots import growth_rounding_bytes
 from tided.errors import RequestError
 from tided.tide.budget import Budget, rebudget
 from tided.tide.coverage import covered
@@ -34,17 +33,15 @@ log = logging.getLogger("experts")
 
 @dataclass(frozen=True)
 class Nodes:
-    """`hosts`: of each rank. `keep_bytes`: what stays free of a node's memory whatever the budget is. `rounding_bytes`:
-    what a change may take on a rank beside its slots."""
+    """`hosts`: of each rank. `keep_bytes`: what stays free of a node's memory whatever the budget is."""
 
     hosts: tuple[str, ...] = ("",)
     keep_bytes: int = 0
-    rounding_bytes: int = 0
 
     def refuse_growth(self, more_bytes: int, free_bytes: Mapping[int, int]) -> None:
         """`more_bytes` on each rank; `free_bytes` of the ranks' nodes, as far as they tell. Raises RequestError."""
         for rank, free in sorted(free_bytes.items()):
-            asked = (more_bytes + self.rounding_bytes) * self.hosts.count(self.hosts[rank])
+            asked = more_bytes * self.hosts.count(self.hosts[rank])
             if asked + self.keep_bytes > free:
                 raise refusal(
                     f"rank {rank}'s node has {gb(free)} free, of which {gb(self.keep_bytes)} must stay; the change "
@@ -56,12 +53,12 @@ def nodes_of(opened: "OpenedModel") -> Nodes:
     """What both gates of a start leave free, stays."""
     settings, hosts = opened.settings, memory.hosts(opened.settings)
     chunks = passing_bytes(opened) * max(map(hosts.count, hosts)) + settings.memory.exit_below_bytes
-    rounding = growth_rounding_bytes(opened) if settings.engine.device == "cuda" else 0
-    return Nodes(hosts, max(settings.memory.reserve_bytes, chunks), rounding)
+    return Nodes(hosts, max(settings.memory.reserve_bytes, chunks))
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """Of a change, or of none. `bytes`: of residents on a rank. `covered`: of what the next tokens are expected to ask
+    """Of a change, or of none. `bytes`: of residents on a rank; `arena_bytes`: of the memory that a rank's slots have,
+    which may be had and given back in larger units than slots. `covered`: of what the next tokens are expected to ask
     for, what the set serves now and the best of the new size would."""
 
     resident: int
@@ -71,6 +68,8 @@ class Forecast(msgspec.Struct, frozen=True):
     least: int
     bytes: int
     bytes_now: int
+    arena_bytes: int
+    arena_bytes_now: int
     leave: int
     come: int
     covered: float
@@ -134,6 +133,8 @@ class Budgets:
             least,
             sum(size * count for size, count in sizes),
             places.resident_bytes,
+            self._residents.arena_bytes_with(budget.places),
+            self._residents.arena_bytes,
             len(budget.evict),
             max(0, sum(budget.places) - len(left)),
             round(covered(scores, best), 5),
@@ -156,6 +157,8 @@ class Budgets:
             least=layers * hot.floor,
             bytes=nbytes,
             bytes_now=nbytes,
+            arena_bytes=self._residents.arena_bytes,
+            arena_bytes_now=self._residents.arena_bytes,
             leave=0,
             come=max(0, sum(places.residents) - held),
             covered=served,

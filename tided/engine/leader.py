@@ -308,7 +308,7 @@ class LeaderEngine(Engine):
         try:
             found = self.budgets.forecast(ask.resident, ask.nbytes)
             if found.bytes > found.bytes_now:
-                more = found.bytes - found.bytes_now + self.budgets.owed_bytes
+                more = found.arena_bytes - found.arena_bytes_now + self.budgets.owed_bytes
                 beside = self.executor.caching.prefixes.room_bytes  # of rank 0; the others' fill like it
                 self.budgets.nodes.refuse_growth(more + beside, ask.free_bytes)
         except RequestError as error:

@@ -57,7 +57,13 @@ class Residents(Protocol):
         ...
 
     @property
-    def arena_bytes(self) -> int: ...
+    def arena_bytes(self) -> int:
+        """Of memory that the arena has."""
+        ...
+
+    def arena_bytes_with(self, places: Sequence[int]) -> int:
+        """The same with places for so many residents of each size of records."""
+        ...
 
     def slot_of(self, pair: Pair) -> int | None:
         """Where a pair that can be routed to lies; None: nowhere."""

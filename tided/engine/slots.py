@@ -65,16 +65,8 @@ def arena_bytes(opened: "OpenedModel") -> int:
 def rounding_bytes(opened: "OpenedModel") -> int:
     """At most, of the arena where a device reads the system's memory: beside the slots of each size, and those behind
     them all."""
-    return placement.rounding_bytes(_sizes(opened) + 1)
-
-
-def growth_rounding_bytes(opened: "OpenedModel") -> int:
-    """The same of a change: the end of each size's slots alone moves."""
-    return _sizes(opened) * placement.SEGMENT_BYTES
-
-
-def _sizes(opened: "OpenedModel") -> int:
-    return 1 if opened.kinds is None else len(opened.kinds.nbytes)
+    sizes = 1 if opened.kinds is None else len(opened.kinds.nbytes)
+    return placement.rounding_bytes(sizes + 1)
 
 
 def resident_bytes(opened: "OpenedModel") -> int:

@@ -164,11 +164,14 @@ class Arena:
         pool_units = self._units(places)
         self.urgent = range(pool_units, pool_units + urgent * step, step)
         self.null = pool_units + urgent * step
-        self._behind_bytes = behind * unit_bytes
+        self._behind = pool_units * unit_bytes, (pool_units + behind) * unit_bytes
         if self._memory is not None:
-            for kind, count in enumerate(used):
-                self._memory.use(*self._bytes(kind, 0, count))
-            self._memory.use(pool_units * unit_bytes, pool_units * unit_bytes + self._behind_bytes)
+            for part in self._parts(used):
+                self._memory.use(*part)
+
+    def _parts(self, counts: Sequence[int]) -> list[tuple[int, int]]:
+        """Bytes [begin, end) of so many slots of each class, and of those behind them."""
+        return [*(self._bytes(kind, 0, count) for kind, count in enumerate(counts)), self._behind]
 
     def _units(self, counts: Sequence[int]) -> int:
         """That so many slots of each class have."""
@@ -181,7 +184,13 @@ class Arena:
     @property
     def held_bytes(self) -> int:
         """Of memory that is its own; addresses that are not used are none."""
-        return sum(one.slots * one.nbytes for one in self.classes) + self._behind_bytes
+        return self.bytes_with([one.residents for one in self.classes])
+
+    def bytes_with(self, residents: Sequence[int]) -> int:
+        """The same with places for so many residents of each class: memory may be had in larger units than slots."""
+        counts = [replace(one, residents=count).slots for one, count in zip(self.classes, residents, strict=True)]
+        parts = self._parts(counts)
+        return sum(end - begin for begin, end in parts) if self._memory is None else self._memory.held(parts)
 
     @property
     def places(self) -> Places:

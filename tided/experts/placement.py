@@ -10,6 +10,7 @@ gets copies too.
 import logging
 import mmap
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -59,6 +60,10 @@ class Memory(Protocol):
 
     def give_back(self, begin: int, end: int) -> None:
         """Nothing reads or writes there any more: the system gets its pages, and finds zeros when it is used again."""
+        ...
+
+    def held(self, used: Sequence[tuple[int, int]]) -> int:
+        """Bytes that are the slots' own while these parts are used and no others: in what units memory is given."""
         ...
 
 
@@ -241,6 +246,9 @@ class Reserved:
         if begin < end:
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
+    def held(self, used: Sequence[tuple[int, int]]) -> int:
+        return _rounded_bytes(used, mmap.PAGESIZE, self.host.numel())
+
 
 class Registered(Reserved):
     """The same, which a device sees: whole segments, as far as any of their bytes is used. What is registered is real
@@ -271,6 +279,9 @@ class Registered(Reserved):
                 self._used[segment] = False
                 super().give_back(first, last)
 
+    def held(self, used: Sequence[tuple[int, int]]) -> int:
+        return _rounded_bytes(used, SEGMENT_BYTES, self._nbytes)
+
     def _size(self, segment: int) -> int:
         return min(SEGMENT_BYTES, self._nbytes - segment * SEGMENT_BYTES)
 
@@ -278,6 +289,16 @@ class Registered(Reserved):
 def rounding_bytes(ranges: int) -> int:
     """Most that the segments of so many ranges are larger than these; the first range begins where a segment does."""
     return (2 * ranges - 1) * SEGMENT_BYTES
+
+
+def _rounded_bytes(used: Sequence[tuple[int, int]], unit_bytes: int, most_bytes: int) -> int:
+    """Of all units of `most_bytes` that the ranges touch."""
+    total = reached = 0
+    for begin, end in sorted(one for one in used if one[0] < one[1]):
+        first = max(reached, begin // unit_bytes * unit_bytes)
+        reached = max(first, min(-(-end // unit_bytes) * unit_bytes, most_bytes))
+        total += reached - first
+    return total
 
 
 def _without(part: tuple[int, int], begin: int, end: int) -> list[tuple[int, int]]:

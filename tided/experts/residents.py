@@ -109,6 +109,10 @@ class Residents:
     def arena_bytes(self) -> int:
         return self.arena.held_bytes
 
+    def arena_bytes_with(self, places: Sequence[int]) -> int:
+        """With places for so many residents of each class of records."""
+        return self.arena.bytes_with(places)
+
     @property
     def places(self) -> Places:
         """Of residents, by class of records."""
