@@ -52,13 +52,13 @@ class Ring:
         """Before a step: what has landed is published, others are asked for."""
         done = [(ticket, slot) for ticket, slot in self._coming if ticket.done]
         self._coming = [one for one in self._coming if not one[0].done]
-        for ticket, slot in done:
+        pairs = [(0, ticket.expert) for ticket, _ in done]
+        for (ticket, slot), pair in zip(done, pairs, strict=True):
             ticket.wait(0)
-            self._arena.hold(slot, (0, ticket.expert))
-            self._arena.drop((0, ticket.expert))
+            self._arena.hold(slot, pair)
+        self._arena.drop(*pairs)
         self.landed += len(done)
         if done:
-            pairs = [(0, ticket.expert) for ticket, _ in done]
             self._tables.change({pair: self._slots[pair[1]] for pair in pairs})
         for _ in range(min(most, READS - len(self._coming))):
             slot = self._arena.take()

@@ -136,15 +136,15 @@ def dense_bytes(model: DeepseekV41) -> int:
 
 
 def loop_ms(model: DeepseekV41, lanes: list[Any], ids: Tensor, sampling: Sampling, steps: int) -> float:
-    """A step from the ids before to its own, as an engine's thread goes through it: demand added up, the step, its
+    """A step from the ids before to its own, as an engine's thread goes through it: the step, its demand added up, its
     tokens drawn and read."""
     tap, times = model.blocks[0].moe.bank.tap, list[float]()
     for _ in range(steps):
         began = time.perf_counter()
         tap.begin_step()
         logits = model.decode(lanes, ids)
-        drawn = sample(logits, [(sampling, lane.position) for lane in lanes])
         tap.add_up()
+        drawn = sample(logits, [(sampling, lane.position) for lane in lanes])
         times.append(1e3 * (time.perf_counter() - began))
         assert len(drawn) == len(lanes)
     return statistics.median(times)

@@ -321,7 +321,9 @@ class Executor:
         self._begin(work.lanes)
         states = [lane.state for lane in lanes]
         if not any(work.drafts):
-            self._draw(work.lanes, self.model.decode(states, self._ids([lane.token for lane in lanes])), outcome)
+            logits = self.model.decode(states, self._ids([lane.token for lane in lanes]))
+            self.tap.add_up()  # beside the device's work; with drafts, who says which rows count comes later
+            self._draw(work.lanes, logits, outcome)
         else:
             blocks = [
                 drafting.block(lane.token, lane.drafts, count) for lane, count in zip(lanes, work.drafts, strict=True)

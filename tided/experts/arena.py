@@ -269,14 +269,17 @@ class Arena:
         self._taken.remove(slot)
         self._free[self._kind_of_slot[slot]].append(slot)
 
-    def drop(self, pair: Pair) -> None:
-        """The pair's slot is free again. No later step may read it: withdraw the pair from the tables first."""
-        slot = self._slot_of.pop(pair, None)
-        if slot is None:
-            raise PairError(f"{pair} has no expert slot")
-        del self._pair_in[slot]
-        self._free[self._kind_of_slot[slot]].append(slot)
-        self.fence(slot)
+    def drop(self, *pairs: Pair) -> None:
+        """The pairs' slots are free again. No later step may read them: withdraw the pairs from the tables first."""
+        slots = []
+        for pair in pairs:
+            slot = self._slot_of.pop(pair, None)
+            if slot is None:
+                raise PairError(f"{pair} has no expert slot")
+            del self._pair_in[slot]
+            self._free[self._kind_of_slot[slot]].append(slot)
+            slots.append(slot)
+        self.fence(*slots)
 
     def resize(self, residents: Sequence[int]) -> dict[Pair, int]:
         """Between two steps: by class, how many residents there are places for from now on. What lies behind the last
@@ -335,11 +338,12 @@ class Arena:
         begin = self._numbers[kind].start * self._unit_bytes
         return begin + first * self.classes[kind].nbytes, begin + last * self.classes[kind].nbytes
 
-    def fence(self, slot: int) -> None:
-        """What was launched up to now may still read the slot: the next `load` waits for it. On CPU nothing is."""
-        if self.data.device.type == "cuda":
-            event = self._fences[slot] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def fence(self, *slots: int) -> None:
+        """What was launched up to now may still read the slots: the next `load` of each waits. On CPU nothing is."""
+        if slots and self.data.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.data.device))
+            self._fences.update(dict.fromkeys(slots, event))
 
     def load(self, slot: int, read: Callable[[memoryview], None]) -> None:
         """Fills a taken slot or an urgent one: `read` writes a record into the slot itself where reads can fill it

@@ -240,9 +240,7 @@ class Residents:
             else:
                 self._ring[reading.pair] = None
         self._set({r.pair: r.slot for r in landed} | {r.out: -1 for r in landed if r.out is not None})
-        for reading in landed:
-            if reading.out is not None:
-                self.arena.drop(reading.out)
+        self.arena.drop(*(reading.out for reading in landed if reading.out is not None))
         self.generation += any(reading.joins or reading.out is not None for reading in landed)
 
     def promote(self, swaps: Sequence[PairSwap]) -> None:
@@ -267,7 +265,7 @@ class Residents:
         self._set(dict.fromkeys(pairs, -1))
         for pair in pairs:
             del self._ring[pair]
-            self.arena.drop(pair)
+        self.arena.drop(*pairs)
 
     def adopt(self, pairs: Sequence[Pair]) -> None:
         """These entries of the ring are residents from now on, in places that are free. Nothing is read."""
@@ -302,8 +300,8 @@ class Residents:
         elif any(n > limit for n, limit in zip(residents, most, strict=True)):
             raise PairError(f"{list(residents)} places for residents: {list(most)} at most")
         self._set(dict.fromkeys(evict, -1))
+        self.arena.drop(*evict)
         for pair in evict:
-            self.arena.drop(pair)
             self._count(pair, -1)
         self.tables.change(self.arena.resize(residents))
         self.generation += bool(evict)

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,20 +13,35 @@ from tided.errors import PairError
 
 
 class RoutingTables:
-    """`slot_of` [layers, experts] int32, -1 for an absent expert; `routable` [layers, experts] bool."""
+    """`slot_of` [layers, experts] int32, -1 for an absent expert; `routable` [layers, experts] bool. On CUDA both are
+    copies of what is kept on the host, made whole: two copies of some ten kilobytes take less than one scattered
+    write."""
 
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
-        self.slot_of: Tensor = torch.full((layers, experts), -1, dtype=torch.int32, device=device)
-        self.routable: Tensor = torch.zeros((layers, experts), dtype=torch.bool, device=device)
+        on_cuda = device.type == "cuda"
+        slots = torch.full((layers, experts), -1, dtype=torch.int32, pin_memory=on_cuda)
+        routable = torch.zeros((layers, experts), dtype=torch.bool, pin_memory=on_cuda)
+        self._here = slots.numpy(), routable.numpy()
+        self._sent = [(slots, slots.to(device)), (routable, routable.to(device))]
+        self.slot_of: Tensor = self._sent[0][1]
+        self.routable: Tensor = self._sent[1][1]
+        self._behind = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
 
     def change(self, slots: Mapping[tuple[int, int], int]) -> None:
-        """(layer, expert) -> its slot from now on, -1: none. Two writes for any number of pairs."""
+        """(layer, expert) -> its slot from now on, -1: none. What was launched before sees the tables as they were."""
         if not slots:
             return
-        pairs = torch.tensor([(*pair, slot) for pair, slot in slots.items()], device=self.slot_of.device)
-        where = (pairs[:, 0], pairs[:, 1])
-        self.slot_of.index_put_(where, pairs[:, 2].to(torch.int32))
-        self.routable.index_put_(where, pairs[:, 2] >= 0)
+        if self._behind is not None:
+            self._behind.synchronize()  # the copies of the change before read what is written here
+        slot_of, routable = self._here
+        layers, experts = zip(*slots, strict=True)
+        found = np.fromiter(slots.values(), np.int32, len(slots))
+        slot_of[layers, experts] = found
+        routable[layers, experts] = found >= 0
+        if self._behind is not None:
+            for here, there in self._sent:
+                there.copy_(here, non_blocking=True)
+            self._behind.record()
 
     def publish(self, layer: int, expert: int, slot: int) -> None:
         self.change({(layer, expert): slot})

@@ -121,8 +121,9 @@ class DecodeSteps:
     def run(
         self, model: "DeepseekV41", contexts: list[Context], counts: Sequence[int], token_ids: Tensor, alone: bool
     ) -> Tensor:
-        """token_ids [R] of the lanes' next tokens, whose pages are there -> logits [R, V] of its own. Moves the lanes
-        on. Not `alone`: other rows follow before the demand of these is added up, so it is copied."""
+        """token_ids [R] of the lanes' next tokens, whose pages are there -> logits [R, V]. Moves the lanes on. `alone`:
+        the logits are the next step's to write over. Else other rows follow before these are used and their demand is
+        added up, so both are copied."""
         rows = len(token_ids)
         made = self._prepared.get(rows) or self._prepare(model, rows)
         spans = [
@@ -148,19 +149,21 @@ class DecodeSteps:
             asked.update(asked or model.engrams.ask(step, ids))
             made.host[layer].numpy()[:] = asked[layer].raw()
             made.step.inputs.engram[layer].copy_(made.host[layer], non_blocking=True)
-            made.copies.made()
 
-        if made.captured is None or made.step.waiting is not None:
-            for layer in made.step.parts():
-                fetch(layer)
-            assert made.step.logits is not None
-            logits = made.step.logits.clone()
-        else:
-            for graph, follows in made.captured.pieces:
-                graph.replay()
-                if follows is not None:
-                    fetch(follows)
-            logits = made.captured.logits.clone()
+        try:
+            if made.captured is None or made.step.waiting is not None:
+                for layer in made.step.parts():
+                    fetch(layer)
+                assert made.step.logits is not None
+                logits = made.step.logits
+            else:
+                for graph, follows in made.captured.pieces:
+                    graph.replay()
+                    if follows is not None:
+                        fetch(follows)
+                logits = made.captured.logits
+        finally:
+            made.copies.made()
         if not asked:
             model.engrams.ask(step, ids)  # no layer wants rows: the lanes' tails move on all the same
         if made.step.waiting is None:
@@ -174,7 +177,7 @@ class DecodeSteps:
             if span.after is not None:
                 span.after.remainders.update(left)
             span.lane.remainders, span.lane.position = left, span.end
-        return logits
+        return logits if alone else logits.clone()
 
     def _describe(self, model: "DeepseekV41", made: Prepared, spans: list[Span], ids: Any) -> None:
         """Tells the device what the rows are, in one copy."""
@@ -189,7 +192,6 @@ class DecodeSteps:
             addresses = (t.data_ptr() for t in (lane.windows, lane.page_table, self._recent[lane].data))
             fields[row] = (ids[row], span.start, lane.index, *addresses, *first[lane])
         made.step.inputs.meta.copy_(made.meta, non_blocking=True)
-        made.copies.made()
 
     def _prepare(self, model: "DeepseekV41", rows: int) -> Prepared:
         from kernels.router_triton import Routed  # a compiler, which a CPU need not have
