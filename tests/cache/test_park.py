@@ -1,5 +1,7 @@
 """Contexts that wait on disk for their lane."""
 
+import threading
+
 import pytest
 import torch
 
@@ -98,3 +100,16 @@ def test_a_start_drops_what_an_earlier_run_left(tmp_path, background):
     (tmp_path / "parked" / "0-1.context").write_bytes(b"old")
     parked = ParkedLanes(tmp_path / "parked", background)
     assert (files(tmp_path), parked.load(0)) == ([], False)
+
+
+def test_no_thread_begins_with_a_job(background, monkeypatch):
+    """Where memory has run out a thread may fail to begin, and an engine that starts it waits for it without end."""
+
+    def refuse(self):
+        raise AssertionError("a thread begins in the middle of a step")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    read = threading.Event()
+    background.read(read.set)
+    assert background.flush(30)
+    assert read.wait(30)

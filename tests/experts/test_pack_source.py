@@ -100,7 +100,10 @@ def test_residents_filled_from_a_pack_hold_what_those_from_the_shards_hold(packs
         PackSource(packs, header(1, 2), True),
         CheckpointSource(golden(), expert_names, golden_record(2), 1),
     ):
-        arena, tables = Arena(golden_record(2), 40, 2, torch.device("cpu")), RoutingTables(LAYERS, EXPERTS, torch.device("cpu"))
+        arena, tables = (
+            Arena(golden_record(2), 40, 2, torch.device("cpu")),
+            RoutingTables(LAYERS, EXPERTS, torch.device("cpu")),
+        )
         residents = Residents(arena, tables, IoScheduler(source, Depths(3, 1)), LAYERS, EXPERTS, TOP_K)
         residents.fill(first(LAYERS, 4), quiet)
         arenas.append({pair: bytes(arena.data[slot].numpy()) for pair, slot in arena.directory.items()})

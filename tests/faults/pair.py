@@ -57,6 +57,7 @@ ranks = 2
 control_port = {port}
 data_port = {data_port}
 peer_timeout_s = {peer_timeout_s}
+start_timeout_s = 8
 {parallel}
 [server]
 port = {http_port}
@@ -135,7 +136,9 @@ class Pair(ABC):
             if health(self.url)[0] == 200:
                 return True
             if not self.left():
-                return False
+                time.sleep(0.2)  # a process has its environment, by which it is known, a moment after it begins
+                if not self.left():
+                    return False
             time.sleep(0.05)
         raise TideError(f"neither ready nor ended after {READY_S:g} s")
 

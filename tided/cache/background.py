@@ -30,8 +30,9 @@ def at_once(work: Job, patience_s: float) -> None:
 
 
 class Background:
-    """The threads begin with the first job. Used by the engine's thread alone; jobs run on the threads, what they do on
-    the disk by `run`, piece by piece."""
+    """Used by the engine's thread alone; jobs run on the threads, what they do on the disk by `run`, piece by piece.
+    The threads begin at once: where memory has run out a thread may fail to begin, and whoever starts it waits for it
+    without end."""
 
     def __init__(self, run: Run = at_once) -> None:
         self._run_piece = run
@@ -40,7 +41,12 @@ class Background:
         self._pending_bytes = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._threads: dict[str, threading.Thread] = {}
+        self._threads = [
+            threading.Thread(target=loop, name=name, daemon=True)
+            for name, loop in (("cache-writes", self._write_loop), ("cache-reads", self._read_loop))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def write(self, nbytes: int, job: Job, *, must: bool = False) -> bool:
         """Whether the job will run; not when too much waits already, unless it `must`."""
@@ -49,12 +55,10 @@ class Background:
                 return False
             self._pending_bytes += nbytes
         self._writes.put((nbytes, job))
-        self._start("cache-writes", self._write_loop)
         return True
 
     def read(self, job: Job) -> None:
         self._reads.put(job, timeout=CLOSE_S)
-        self._start("cache-reads", self._read_loop)
 
     def turn_to_read(self, work: Job) -> None:
         self._run_piece(work, READ_PATIENCE_S)
@@ -74,13 +78,8 @@ class Background:
         self._writes.put(None)
         with suppress(queue.Full):
             self._reads.put(None, timeout=CLOSE_S)
-        for thread in self._threads.values():
+        for thread in self._threads:
             thread.join(CLOSE_S)
-
-    def _start(self, name: str, target: Job) -> None:
-        if name not in self._threads:
-            self._threads[name] = threading.Thread(target=target, name=name, daemon=True)
-            self._threads[name].start()
 
     def _write_loop(self) -> None:
         while (item := self._writes.get()) is not None and not self._closed.is_set():

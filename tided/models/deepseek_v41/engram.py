@@ -1,5 +1,6 @@
 """Engram layers: what the last few tokens are, looked up by hash and added to the streams through a gate."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from kernels.numerics import Numerics
 from packers.shards import Checkpoint
 from tided.cache.context import After, Context
 from tided.models.deepseek_v41.config import TextConfig
-from tided.models.deepseek_v41.engram_rows import READERS, Asked, Table
+from tided.models.deepseek_v41.engram_rows import READ_TIMEOUT_S, READERS, Asked, Table
 from tided.models.deepseek_v41.hashing import Hashing, layer_hashing
 from tided.models.deepseek_v41.step import Pass
 from tided.models.deepseek_v41.weights import Weights
@@ -79,12 +80,21 @@ def _living(history: Ints, pad_id: int) -> Ints:
     return np.where(np.logical_or.accumulate(history == DEAD, axis=1), pad_id, history)
 
 
+def _readers() -> ThreadPoolExecutor:
+    """All its threads run already: where memory has run out a thread may fail to begin, and a step that starts it waits
+    for it without end."""
+    pool, together = ThreadPoolExecutor(READERS, thread_name_prefix="engram"), threading.Barrier(READERS + 1)
+    for _ in range(READERS):
+        pool.submit(together.wait, READ_TIMEOUT_S)
+    together.wait(READ_TIMEOUT_S)
+    return pool
+
+
 def load_engrams(
     checkpoint: Checkpoint, weights: Weights, t: TextConfig, vocabulary: Ints, cache_bytes: int, numerics: Numerics
 ) -> Engrams:
     """`weights` at the root. The cache's bytes are shared evenly by the layers."""
-    readers = ThreadPoolExecutor(READERS, thread_name_prefix="engram")
-    layers = {}
+    readers, layers = _readers(), {}
     for layer, hashing in layer_hashing(t).items():
         part = weights.under(f"layers.{layer}.engram")
         table = Table(checkpoint, f"{part.prefix}embed", cache_bytes // len(t.engram_layer_ids), readers)
