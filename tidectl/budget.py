@@ -101,7 +101,7 @@ def words(found: dict[str, Any]) -> list[str]:
     return [
         f"experts   {found['resident_now']} -> {found['resident']} of {found['experts']}: {moves}",
         f"memory    {_gb(found['bytes_now'])} -> {_gb(found['bytes'])} on each rank ({_change(found)})",
-        f"covered   {found['covered_now']:.2%} -> {found['covered']:.2%} of the routing weight that is expected",
+        f"expected  {found['covered_now']:.2%} -> {found['covered']:.2%} of what the next tokens want is in memory",
     ]
 
 
@@ -123,7 +123,7 @@ def _show(now: dict[str, Any], as_json: bool) -> None:
     moving = ", a change is under way" if now["changing"] else ""
     say(f"experts   {of} of {now['experts']}{moving}; the profile's are {profile}")
     say(f"memory    {_gb(now['bytes_now'])} on each rank; {now['least']} experts are the least")
-    say(f"covered   {now['covered_now']:.2%} of the routing weight that is expected")
+    say(f"expected  {now['covered_now']:.2%} of what the next tokens want is in memory")
     if not now["may_change"]:
         say("it cannot change while it serves here: set experts.resident, and start again")
 

@@ -21,10 +21,10 @@ def budget(
 ) -> None:
     """Change how many experts what runs here keeps in memory, while it serves.
 
-    What the change would mean is shown first: experts that leave or come, bytes on each rank, and how much of the
-    routing weight the sets cover. It begins with one of the next steps, on all ranks. Fewer: those of least worth leave
-    at once, and their memory goes back to the system. More: the most wanted are read while answers go on. It lasts
-    until the ranks end: a start begins with the profile's experts.resident.
+    What the change would mean is shown first: experts that leave or come, bytes on each rank, and how much of what
+    the next tokens are expected to want is in memory. It begins with one of the next steps, on all ranks. Fewer: those
+    of least worth leave at once, and their memory goes back to the system. More: the most wanted are read while answers
+    go on. It lasts until the ranks end: a start begins with the profile's experts.resident.
 
     \b
       tidectl budget

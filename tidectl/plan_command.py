@@ -36,7 +36,7 @@ def plan(
 
     From the checkpoint's headers and the profile alone; nothing is loaded. Two gates: all that stays and the reserve
     fit; and so do a prefill chunk and what the ranks end themselves below, or the first long prompt would end them.
-    Below the table: what a GB buys, and from what was learned how much of the routing weight each budget covers.
+    Below the table: what a GB buys, and of the demand that was learned, how much the best set of each budget holds.
     Exits with 1 when the profile would be refused.
 
     \b

@@ -25,7 +25,7 @@ def draw(known: dict[str, Any]) -> None:
         screen.print(plain(line))
     if known["coverage"]["points"]:
         screen.print()
-        screen.print(plain(f"routing weight that the best set of each budget covers, by {known['coverage']['of']}:"))
+        screen.print(plain(f"of the demand in {known['coverage']['of']}, what the best set of each budget holds:"))
         for line in bars(known):
             screen.print(plain(line))
 
@@ -91,7 +91,7 @@ def words(known: dict[str, Any]) -> list[str]:
     a_gb = known["a_gb"]
     lines.append(f"1 GB holds {a_gb['experts']:.0f} experts of a rank, or {a_gb['context_tokens']:,} tokens of context")
     if not known["coverage"]["points"]:
-        lines.append("what a budget covers is not known yet: nothing was learned of this model's experts")
+        lines.append("what of the demand a budget holds is not known yet: nothing was learned of this model's experts")
     return lines
 
 

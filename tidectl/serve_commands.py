@@ -80,6 +80,9 @@ def status(
 ) -> None:
     """Show what runs: model, residents, lanes, speed, memory, the ranks of all nodes.
 
+    The share beside the residents says how much of the experts is in memory, not how well that serves: `tidectl top`
+    measures the coverage.
+
     Exits with 0 when it serves, with 3 when nothing runs, with 4 when it is starting, stopping or in trouble.
     """
     from tidectl import status

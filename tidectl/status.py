@@ -156,7 +156,9 @@ def residents_line(health: dict[str, Any]) -> str:
     plan = f", plan {health['generation']}" if "generation" in health else ""
     of_bytes = health.get("residents_bytes_share")  # where experts differ in size, their number says little
     share = (
-        f"{100 * of_bytes:.1f} % of their bytes" if isinstance(of_bytes, float) else f"{100 * residents / total:.1f} %"
+        f"{100 * of_bytes:.1f} % of their bytes"
+        if isinstance(of_bytes, float)
+        else f"{100 * residents / total:.1f} % of them"
     )
     return f"{residents} of {total} experts ({share}){plan}"
 

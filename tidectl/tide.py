@@ -181,7 +181,7 @@ def _coverage(kept: Grid, mass: Grid) -> list[float] | None:
 
 
 def _topics(kept: Grid, topics: Mapping[str, Grid]) -> dict[str, float]:
-    """Of each topic of the seed, the same, over all layers; the least covered first."""
+    """Of each topic of the seed, the same, over all layers; the least first."""
     shares = {name: round(float((share * kept).sum(axis=1).mean()), 4) for name, share in topics.items()}
     return dict(sorted(shares.items(), key=lambda item: (item[1], item[0])))
 
@@ -213,7 +213,6 @@ def _summary(known: dict[str, Any]) -> "RenderableType":
     from rich.table import Table
 
     half_life = known["half_life_requests"]
-    coverage = known["coverage_by_layer"]
     seen = f"{known['requests']} requests, worth {known['votes']:.1f} votes now"
     aging = f"{known['sensitivity']}: half after {half_life:.1f} more" if half_life else _off(known["hot_ring_slots"])
     prior = f"{known['prior']['votes']:g} votes of {known['prior']['seed'] or 'an even spread'}"
@@ -225,9 +224,9 @@ def _summary(known: dict[str, Any]) -> "RenderableType":
         ("learned", seen),
         ("aging", aging),
         ("weight", f"{100 * known['history_weight']:.1f} % history, the rest {prior}"),
-        ("coverage", f"{100 * np.mean(coverage):.1f} %, weakest layer {100 * min(coverage):.1f} %" if coverage else ""),
+        ("recorded", _recorded(known["coverage_by_layer"])),
         ("sizes", _sizes(known["bytes"], sum(known["start_by_layer"]))),
-        ("topics", f"{topic} is covered least, {100 * share:.1f} %" if topic else ""),
+        ("topics", f"a start would hold {100 * share:.1f} % of what {topic} wants, the least of them" if topic else ""),
     ]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
@@ -236,6 +235,15 @@ def _summary(known: dict[str, Any]) -> "RenderableType":
         if text:
             grid.add_row(label, plain(text, "red" if label == "trouble" else ""))
     return grid
+
+
+def _recorded(coverage: list[float] | None) -> str:
+    """Not what was measured while it served, which is `tidectl top`'s coverage."""
+    if not coverage:
+        return ""
+    return (
+        f"a start would hold {100 * np.mean(coverage):.1f} % of it, of the weakest layer's {100 * min(coverage):.1f} %"
+    )
 
 
 def _sizes(known: dict[str, Any] | None, start: int) -> str:
@@ -254,7 +262,7 @@ def _layers(known: dict[str, Any]) -> "RenderableType":
         "resident": [str(count) for count in known["resident_by_layer"]] if known["running"] else [],
         "at a start": [str(count) for count in start],
         "of its bytes": _percents(of_bytes["start_share_by_layer"] if of_bytes else []),
-        "covered": _percents(coverage or []),
+        "of its demand": _percents(coverage or []),
     }
     there = {head: cells for head, cells in columns.items() if cells}
     return _table(tuple(there), list(zip(*there.values(), strict=True)))

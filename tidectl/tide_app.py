@@ -20,7 +20,9 @@ TideProfile = Annotated[
 def tide_show(profile: TideProfile = None, json: Json = False) -> None:
     """Show what was learned: requests, their weight against the seed, residents by layer, what moved most.
 
-    Coverage is the share of the recorded demand that the experts take which a start would keep.
+    Recorded: the share of the history's demand that is for experts which a start would keep; topics: of the demand of
+    each topic of the seed. Neither was measured while it served: that is the coverage of `tidectl top`. "at a start"
+    and "of its bytes" are how much of a layer is kept, whoever wants it.
     """
     from tidectl import profiles, tide
 

@@ -21,8 +21,10 @@ def top(
 ) -> None:
     """Watch the experts and the tide as they move: the page of /expert-map, for a terminal.
 
-    Coverage is the share of the routing weight that found its expert in memory. A sign of the map stands for one
-    expert, or, where there are more than fit, for a few of a few layers.
+    Coverage is measured: the share of the routing weight that found its expert in memory, in the newest minute in which
+    anything was asked; "expected next" is what it is thought to be of the next tokens. The figure behind a row of the
+    map is how much of the layer is resident, whoever wants it. A sign of the map stands for one expert, or, where there
+    are more than fit, for a few of a few layers.
 
     \b
     Keys: q ends, o orders the experts of a layer by number or by heat, s changes the span of the tide.

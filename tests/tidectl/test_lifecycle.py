@@ -83,7 +83,7 @@ def test_start_status_logs_stop(tidectl: Tidectl, profile: Path, state: Path) ->
     assert rows["profile"] == str(profile)
     assert rows["url"] == url
     assert (rows["model"], rows["lanes"]) == ("mini", "1 of 2 busy, 4 waiting")
-    assert rows["residents"] == "312 of 480 experts (65.0 %), plan 3"
+    assert rows["residents"] == "312 of 480 experts (65.0 % of them), plan 3"
     assert rows["tide"] == "sensitivity high, no hot ring"
     assert re.fullmatch(r"\d+\.\d of \d+\.\d GB available", rows["memory"])
     assert rows["rank"].split() == ["phase", "for", "process", "memory", "reads"]

@@ -91,7 +91,9 @@ def test_status_leaves_out_what_nobody_knows(screen) -> None:
 
 def test_residents_that_differ_in_size_are_told_by_their_bytes() -> None:
     told = {"residents": 180, "experts": 256, "generation": 2}
-    assert status.residents_line(told | {"residents_bytes_share": None}) == "180 of 256 experts (70.3 %), plan 2"
+    assert (
+        status.residents_line(told | {"residents_bytes_share": None}) == "180 of 256 experts (70.3 % of them), plan 2"
+    )
     assert (
         status.residents_line(told | {"residents_bytes_share": 0.6719})
         == "180 of 256 experts (67.2 % of their bytes), plan 2"

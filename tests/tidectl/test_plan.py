@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import settings as trials
 from hypothesis import strategies as st
 
 from tests.tidectl.canned import Tidectl
@@ -150,6 +151,7 @@ def test_a_profile_is_changed_where_it_is_asked(tidectl: Tidectl) -> None:
     assert asked.memory.reserve_bytes == 500_000_000
 
 
+@trials(deadline=None)  # the first call imports
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
 def test_no_set_of_a_budget_covers_more_than_its_best(seed: int, floor: int) -> None:
     draw = np.random.default_rng(seed)

@@ -61,7 +61,10 @@ def test_before_the_first_request_the_seed_alone_speaks(tidectl, model):
     topics = known["coverage_by_topic"]
     assert list(topics.values()) == sorted(topics.values())
     assert 0.5 < min(topics.values()) < max(topics.values()) < 1
-    assert f"{next(iter(topics))} is covered least" in screen
+    [(least, share), *_] = topics.items()
+    assert f"topics   a start would hold {100 * share:.1f} % of what {least} wants, the least of them" in screen
+    assert "recorded" not in screen
+    assert "of its demand" not in screen
     assert "demand-seed.json" in screen
 
 
@@ -78,7 +81,12 @@ def test_what_was_learned_is_shown(tidectl, model):
     screen = tidectl("tide", "show", str(MINI)).stdout
     assert "6 requests" in screen
     assert "half after 10.0 more" in screen
-    assert "weakest layer" in screen
+    held = known["coverage_by_layer"]
+    told = f"{100 * sum(held) / len(held):.1f} % of it, of the weakest layer's {100 * min(held):.1f} %"
+    assert f"recorded  a start would hold {told}" in screen
+    head, _ = (line for line in screen.splitlines() if line.startswith("layer"))  # of the layers; of what moved
+    assert head.rstrip().endswith("  of its demand")
+    assert "coverage" not in screen  # that is what `top` measures
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,18 @@ def test_it_fits_every_terminal(shape: tuple[int, int]) -> None:
             assert all(line.cell_len <= width for line in shown)
 
 
+def test_coverage_says_when_it_is_of_all_since_the_start() -> None:
+    shown = engine(3, 8)
+    viewers = Viewers(shown, "a-model")  # type: ignore[arg-type]
+    for at, (weight, missed, words) in enumerate(((0, 0, " -"), (40, 10, " 75.0 %"), (80, 30, " 50.0 %"))):
+        shown.counters["weight"], shown.counters["missed_weight"] = weight, missed
+        viewers._tides.take(END_S + at)
+        if at == 1:  # a viewer of a server whose only sample is of what was
+            viewers._tides.samples.popleft()
+        line = lines(told(viewers.whole()), Look(80, 24), 6.0)[1].plain
+        assert line.startswith(f"coverage{words}" + (" since the start" if at == 1 else "   ")), line
+
+
 def test_every_expert_has_its_sign_where_there_is_room() -> None:
     found = sea(10, 48)
     rows = [line.plain for line in lines(found, Look(80, 24), 100.0)[5:15]]

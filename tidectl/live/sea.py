@@ -86,10 +86,11 @@ class Sample(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """Shares of the routing weight of a span; None where nothing was routed in it."""
+    """Shares of the routing weight of a span; None where nothing was routed in it. `since_start`: that is the span."""
 
     covered: float | None
     substituted: float | None
+    since_start: bool = False
 
 
 class Move(NamedTuple):
@@ -133,7 +134,7 @@ class Sea:
         first = next(at for at, one in enumerate(samples) if samples[end].at - one.at <= seconds)
         found = between(samples[first], samples[end])
         nothing = samples[end]._replace(weight=0.0, missed=0.0, substituted=0.0)
-        return found if found.covered is not None else between(nothing, samples[end])
+        return found if found.covered is not None else between(nothing, samples[end])._replace(since_start=True)
 
     def _map(self, found: Map, now_s: float) -> None:
         cells = base64.b64decode(found.cells, validate=True)

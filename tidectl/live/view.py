@@ -121,7 +121,8 @@ def _percent(share: float | None, digits: int = 1) -> str:
 def _coverage(sea: Sea, look: Look) -> Text:
     found = sea.coverage()
     held = sea.samples[-1].held if sea.samples else None
-    parts = [_label("coverage") + Text(_percent(found.covered), "bold")]
+    since = " since the start" if found.since_start and found.covered is not None else ""
+    parts = [_label("coverage") + Text(_percent(found.covered), "bold") + Text(since)]
     parts.append(Text(f"substituted {_percent(found.substituted, 2)}"))
     if held is not None:
         parts.append(Text(f"expected next {_percent(held)}"))
