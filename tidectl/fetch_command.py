@@ -73,13 +73,15 @@ def fetch(
       tidectl fetch owner/edits --include overlay.safetensors --to /models/edits
     """
     if lent:
-        from tidectl import fetch_lender
+        from tidectl.fetch import lender
 
-        fetch_lender.take()
-    from tidectl import fetch, fetch_profile
+        lender.take()
+    from tidectl.fetch.options import Options
+    from tidectl.fetch.profile import for_profile
+    from tidectl.fetch.run import run
 
     patterns = (include or (), exclude or (), sha256 or ())
-    options = fetch.Options(
+    options = Options(
         repository, to, revision, dense, *patterns, to_node or (), connections, dry_run, from_hub, verify, lent
     )
-    fetch.run(fetch_profile.for_profile(options, profile) if profile else options, json)
+    run(for_profile(options, profile) if profile else options, json)

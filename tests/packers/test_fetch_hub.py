@@ -23,7 +23,11 @@ from packers import manifest, transfer, wanted
 from packers.hub import Published, Repository, _Broken
 from packers.manifest import faults, read_manifest
 from packers.shards import Checkpoint
-from tidectl import fetch, room
+from tidectl import room
+from tidectl.fetch import plan
+from tidectl.fetch.options import Options
+from tidectl.fetch.progress import Progress, speed
+from tidectl.fetch.run import _alone, run
 from tided.errors import DataError, TideError, UnavailableError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +87,7 @@ def hub(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def bring(to: Path, as_json: bool = False, **options: Any) -> None:
-    fetch.run(fetch.Options(REPO, to, **options), as_json)
+    run(Options(REPO, to, **options), as_json)
 
 
 def contents(path: Path, but: tuple[str, ...] = (manifest.NAME,)) -> dict[str, bytes]:
@@ -242,13 +246,13 @@ def test_what_is_done_never_exceeds_what_there_is(
     )
     hub.lies["model-3.safetensors"] = "damaged once"
     told: list[int] = []
-    came = fetch.Progress.came
+    came = Progress.came
 
-    def noted(self: fetch.Progress, nbytes: int) -> None:
+    def noted(self: Progress, nbytes: int) -> None:
         came(self, nbytes)
         told.append(self._done)
 
-    monkeypatch.setattr(fetch.Progress, "came", noted)
+    monkeypatch.setattr(Progress, "came", noted)
     bring(tmp_path, connections=1, verify=bool(kept))
     assert max(told) == told[-1] == visible_bytes(source)
     assert min(told) >= 0
@@ -257,7 +261,7 @@ def test_what_is_done_never_exceeds_what_there_is(
 def test_room_is_not_wanted_for_what_is_here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bring(tmp_path)
     (tmp_path / manifest.NAME).unlink()
-    monkeypatch.setattr(fetch, "free_bytes", lambda directory: 0)
+    monkeypatch.setattr(plan, "free_bytes", lambda directory: 0)
     bring(tmp_path)
     assert read_manifest(tmp_path) is not None
 
@@ -327,7 +331,7 @@ def test_another_repository_or_kind_is_refused(hub: Hub, source: Path, tmp_path:
     hub.repositories["some/other"] = source
     bring(tmp_path, include=["*.json"])
     with pytest.raises(UsageError, match="--to"):
-        fetch.run(fetch.Options("some/other", tmp_path), False)
+        run(Options("some/other", tmp_path), False)
     with pytest.raises(UsageError, match="--to"):
         bring(tmp_path, dense=True)
 
@@ -399,7 +403,7 @@ def test_bytes_come_from_elsewhere_and_a_token_does_not_go_there(
 
 
 def test_room_is_looked_at_before_a_byte_comes(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "free_bytes", lambda directory: room.SPARE_BYTES + 100_000)
+    monkeypatch.setattr(plan, "free_bytes", lambda directory: room.SPARE_BYTES + 100_000)
     with pytest.raises(UnavailableError, match=r"28\d\.\d kB are to come, 268\.5 MB are free"):
         bring(tmp_path)
     assert hub.sent_bytes == 0
@@ -435,7 +439,7 @@ def test_a_dry_run_brings_nothing(hub: Hub, source: Path, tmp_path: Path, capsys
 
 
 def test_one_fetch_at_a_time(hub: Hub, tmp_path: Path) -> None:
-    with fetch._alone(tmp_path), pytest.raises(UnavailableError, match="another fetch"):
+    with _alone(tmp_path), pytest.raises(UnavailableError, match="another fetch"):
         bring(tmp_path)
 
 
@@ -458,7 +462,7 @@ def test_what_a_fetch_says_at_its_end(hub: Hub, tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_progress_is_honest(rate: float, left: int, told: str) -> None:
-    assert fetch.speed(rate, left) == told
+    assert speed(rate, left) == told
 
 
 # Dense weights alone

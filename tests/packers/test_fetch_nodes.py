@@ -18,8 +18,15 @@ from shard_files import small, write_checkpoint
 
 from packers.manifest import NAME, read_manifest
 from packers.shards import Checkpoint
-from tidectl import fetch, fetch_lender, fetch_profile, fetch_room, peers
-from tidectl.fetch_lender import Lender, lending
+from tidectl import peers
+from tidectl.fetch import profile as of_profile
+from tidectl.fetch import room
+from tidectl.fetch.ask import make_plan
+from tidectl.fetch.lender import Lender, lending, take
+from tidectl.fetch.options import Options
+from tidectl.fetch.profile import for_profile
+from tidectl.fetch.run import run
+from tidectl.fetch.show import again
 from tidectl.node_messages import Room
 from tided.errors import ConfigError, UnavailableError, UsageError
 
@@ -70,7 +77,7 @@ def files(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("from_hub", [False, True])
 def test_a_node_gets_the_same_commit(hub: Hub, nodes: Path, capsys: pytest.CaptureFixture[str], from_hub: bool) -> None:
     """From here, so that a byte comes over the internet once; or, where it is asked to, from the hub by itself."""
-    fetch.run(fetch.Options("some/model", nodes / "here", nodes=["spark-2"], from_hub=from_hub), False)
+    run(Options("some/model", nodes / "here", nodes=["spark-2"], from_hub=from_hub), False)
     assert files(nodes / "spark-2") == files(nodes / "here")
     kept = read_manifest(nodes / "spark-2")
     assert kept is not None
@@ -81,7 +88,7 @@ def test_a_node_gets_the_same_commit(hub: Hub, nodes: Path, capsys: pytest.Captu
 
 
 def test_a_node_behind_a_proxy_takes_the_files_past_it(hub: Hub, nodes: Path) -> None:
-    fetch.run(fetch.Options("some/model", nodes / "here", nodes=["behind-proxy"]), False)
+    run(Options("some/model", nodes / "here", nodes=["behind-proxy"]), False)
     assert files(nodes / "behind-proxy") == files(nodes / "here")
 
 
@@ -90,7 +97,7 @@ def test_dense_weights_reach_a_node_as_they_are(hub: Hub, nodes: Path) -> None:
     one, other = ("U8", [3], b"abc"), ("U8", [2], b"de")
     tensors = {"a.safetensors": {"model.layers.0.mlp.experts.0.up_proj.weight": one, "model.norm.weight": other}}
     hub.repositories["some/model"] = write_checkpoint(nodes / "routed", tensors, model_type="x")
-    fetch.run(fetch.Options("some/model", nodes / "here", dense=True, nodes=["spark-2"]), False)
+    run(Options("some/model", nodes / "here", dense=True, nodes=["spark-2"]), False)
     assert files(nodes / "spark-2") == files(nodes / "here")
     assert list(Checkpoint.open(nodes / "spark-2").tensors) == ["model.norm.weight"]
     kept = read_manifest(nodes / "spark-2")
@@ -100,13 +107,13 @@ def test_dense_weights_reach_a_node_as_they_are(hub: Hub, nodes: Path) -> None:
 
 def test_what_is_lent_changed_meanwhile(hub: Hub, nodes: Path) -> None:
     """The node finds it by the sum that it had."""
-    fetch.run(fetch.Options("some/model", nodes / "here"), False)
+    run(Options("some/model", nodes / "here"), False)
     shard = nodes / "here" / "b.safetensors"
     before = shard.stat()
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(UnavailableError, match="its sha256 is"):
-        fetch.run(fetch.Options("some/model", nodes / "here", nodes=["spark-2"]), False)
+        run(Options("some/model", nodes / "here", nodes=["spark-2"]), False)
 
 
 def get(lender: Lender, path: str, token: str, **headers: str) -> tuple[int, bytes]:
@@ -120,7 +127,7 @@ def get(lender: Lender, path: str, token: str, **headers: str) -> tuple[int, byt
 
 
 def test_only_the_files_are_lent_and_only_by_the_word(hub: Hub, tmp_path: Path) -> None:
-    fetch.run(fetch.Options("some/model", tmp_path / "here"), False)
+    run(Options("some/model", tmp_path / "here"), False)
     (tmp_path / "here" / "private").write_text("secret")
     (tmp_path / "secret").write_text("secret")
     kept = read_manifest(tmp_path / "here")
@@ -140,17 +147,17 @@ def test_only_the_files_are_lent_and_only_by_the_word(hub: Hub, tmp_path: Path) 
 def test_a_loan_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
     with pytest.raises(UsageError, match="--to-node"):
-        fetch_lender.take()
+        take()
 
 
 def test_a_node_that_cannot_take_part_is_named_before_a_byte_comes(hub: Hub, nodes: Path) -> None:
     (nodes / "spark-2").write_text("a file in the way")
     with pytest.raises(UnavailableError, match="cannot be made or used") as refused:
-        fetch.run(fetch.Options("some/model", nodes / "here", nodes=["spark-2"]), False)
+        run(Options("some/model", nodes / "here", nodes=["spark-2"]), False)
     assert refused.value.where == f"spark-2: {nodes / 'spark-2'}"
     for dry_run in (False, True):
         with pytest.raises(ConfigError, match="there is no TideLM") as absent:
-            fetch.run(fetch.Options("some/model", nodes / "here", nodes=["silent"], dry_run=dry_run), False)
+            run(Options("some/model", nodes / "here", nodes=["silent"], dry_run=dry_run), False)
         assert absent.value.where == "silent"
         assert "at the same path" in absent.value.hint
     assert hub.sent_bytes == 0
@@ -161,25 +168,25 @@ def test_room_on_a_node_is_looked_at_before_a_byte_comes(
     hub: Hub, nodes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is there already needs none."""
-    ask = fetch_room.ask
+    ask = room.ask
 
-    def full(names: Sequence[str], question: Room) -> list[fetch_room.There]:
+    def full(names: Sequence[str], question: Room) -> list[room.There]:
         return [(name, replace(found, free_bytes=0)) for name, found in ask(names, question)]
 
-    monkeypatch.setattr(fetch_room, "ask", full)
-    options = fetch.Options("some/model", nodes / "here", nodes=["spark-2"])
+    monkeypatch.setattr(room, "ask", full)
+    options = Options("some/model", nodes / "here", nodes=["spark-2"])
     with pytest.raises(UnavailableError, match=r"are to come, 0\.0 kB are free") as refused:
-        fetch.run(options, False)
+        run(options, False)
     assert refused.value.where == f"spark-2, {nodes / 'spark-2'}"
     assert hub.sent_bytes == 0
-    fetch.run(fetch.Options("some/model", nodes / "spark-2"), False)
-    fetch.run(options, False)
+    run(Options("some/model", nodes / "spark-2"), False)
+    run(options, False)
     assert files(nodes / "spark-2") == files(nodes / "here")
 
 
 def test_a_dry_run_tells_of_every_node(hub: Hub, nodes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = fetch.Options("some/model", nodes / "here", nodes=["spark-2"], dry_run=True)
-    fetch.run(options, True)
+    options = Options("some/model", nodes / "here", nodes=["spark-2"], dry_run=True)
+    run(options, True)
     told = json.loads(capsys.readouterr().out)
     (there,) = told["nodes"]
     assert (there["node"], there["path"], there["left_bytes"]) == (
@@ -188,14 +195,14 @@ def test_a_dry_run_tells_of_every_node(hub: Hub, nodes: Path, capsys: pytest.Cap
         told["left_bytes"],
     )
     assert there["free_bytes"] > 0
-    fetch.run(options, False)
+    run(options, False)
     assert f"then on spark-2, from here through ssh, to {nodes / 'spark-2'}: " in capsys.readouterr().err
     assert not (nodes / "spark-2").exists()
 
 
 def test_a_node_has_its_own_directory(hub: Hub, nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As its node.toml says, where the profile names the directory; what --to names counts everywhere."""
-    monkeypatch.setattr(fetch_profile, "local_ranks", lambda parallel: [0])
+    monkeypatch.setattr(of_profile, "local_ranks", lambda parallel: [0])
     text = (ROOT / "profiles" / "mini-deepseek.toml").read_text()
     profile = nodes / "pair.toml"
     profile.write_text(
@@ -206,32 +213,32 @@ def test_a_node_has_its_own_directory(hub: Hub, nodes: Path, monkeypatch: pytest
     own = nodes / "state-192.0.2.7"
     own.mkdir(mode=0o700)
     (own / "node.toml").write_text(f"[model]\npath = '{nodes / 'elsewhere'}'\n")
-    options = fetch_profile.for_profile(fetch.Options("some/model"), str(profile))
-    fetch.run(options, False)
+    options = for_profile(Options("some/model"), str(profile))
+    run(options, False)
     assert files(nodes / "elsewhere") == files(nodes / "here")
     assert not (nodes / "192.0.2.7").exists()
-    plan = fetch.make_plan(options, threading.Event(), lambda _: None)
-    assert f"--profile {profile}" in fetch._again(options, plan)
-    assert "--to " not in fetch._again(options, plan)
-    fetch.run(fetch_profile.for_profile(options._replace(to=nodes / "here", sent="", profile=""), str(profile)), False)
+    plan = make_plan(options, threading.Event(), lambda _: None)
+    assert f"--profile {profile}" in again(options, plan)
+    assert "--to " not in again(options, plan)
+    run(for_profile(options._replace(to=nodes / "here", sent="", profile=""), str(profile)), False)
     assert files(nodes / "192.0.2.7") == files(nodes / "here")
 
 
 def test_a_machine_without_ssh_says_so(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SSH", (str(tmp_path / "no-ssh"),))
     with pytest.raises(UnavailableError, match="ssh cannot be run"):
-        fetch.run(fetch.Options("some/model", tmp_path / "here", nodes=["spark-2"]), False)
+        run(Options("some/model", tmp_path / "here", nodes=["spark-2"]), False)
 
 
 def test_a_profile_says_where_to_and_which_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_profile, "local_ranks", lambda parallel: [0])
+    monkeypatch.setattr(of_profile, "local_ranks", lambda parallel: [0])
     text = (ROOT / "profiles" / "mini-deepseek.toml").read_text()
     text = text.replace("hosts = []", 'hosts = ["192.0.2.6", "192.0.2.7"]')
     profile = tmp_path / "pair.toml"
     profile.write_text(text.replace('path = "../minis/deepseek"', 'path = "/models/here"'))
-    found = fetch_profile.for_profile(fetch.Options("some/model"), str(profile))
+    found = for_profile(Options("some/model"), str(profile))
     assert (found.directory, found.nodes) == (Path("/models/here"), ("192.0.2.7",))
-    other = fetch_profile.for_profile(fetch.Options("some/model", Path("/x"), nodes=["192.0.2.7"]), str(profile))
+    other = for_profile(Options("some/model", Path("/x"), nodes=["192.0.2.7"]), str(profile))
     assert (other.directory, other.nodes) == (Path("/x"), ("192.0.2.7",))
     with pytest.raises(UsageError, match=r"model\.dense"):
-        fetch_profile.for_profile(fetch.Options("some/model", dense=True), str(profile))
+        for_profile(Options("some/model", dense=True), str(profile))

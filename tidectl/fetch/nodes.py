@@ -13,7 +13,7 @@ from typing import IO
 
 import msgspec
 
-from tidectl.fetch_lender import Lender, Loan
+from tidectl.fetch.lender import Lender, Loan
 from tidectl.peers import NOT_FOUND, SSH
 from tidectl.waiting import Item
 from tided.errors import UnavailableError

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tidectl import profiles
-from tidectl.fetch import Options
+from tidectl.fetch.options import Options
 from tidectl.nodes import local_ranks
 from tidectl.sent import text_for_peer
 from tided.errors import UsageError
