@@ -14,57 +14,72 @@ if TYPE_CHECKING:
 
 FIDELITY_HELP = "fast, balanced or exact; may be given again.  [default: fast and balanced of a server, else fast]"
 
+InProcess = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PROFILE",
+        autocompletion=profile_names,
+        help="Whose model to load in this process, for each budget anew.  [default: the server that runs]",
+    ),
+]
+Budgets = Annotated[
+    list[float] | None,
+    typer.Option(
+        metavar="PERCENT",
+        min=1,
+        max=100,
+        help="Of all experts, those resident; may be given again.  [default with a profile: 80, 65, 50, 35]",
+    ),
+]
+Fidelities = Annotated[list[str] | None, typer.Option(metavar="NAME", help=FIDELITY_HELP)]
+Edit = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="An edit of the weights, compared with the model without it.")
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help='Texts of your own, a line each: {"text": ...} or {"messages": [...]}.  [default: bundled]',
+    ),
+]
+Domains = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Of the texts; may be given again.  [default: all]")
+]
+Texts = Annotated[int, typer.Option(metavar="N", min=1, help="Of each domain.")]
+Longest = Annotated[int, typer.Option(metavar="TOKENS", min=64, help="A longer text loses its end.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Draws texts, and free answers.")]
+Top = Annotated[
+    int, typer.Option(metavar="N", min=1, max=100, help="Likeliest tokens that distributions are compared by.")
+]
+Answers = Annotated[int, typer.Option(metavar="N", min=0, help="Free answers too, looked at for loops and open tags.")]
+AnswerTokens = Annotated[int, typer.Option(metavar="N", min=16, help="Most of each of them.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw loss against budget.")]
+Points = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Keep the figures there, and show those of other starts too.")
+]
+Url = Annotated[str | None, typer.Option(metavar="URL", help="Server to ask.  [default: the running one]")]
+Tokenizer = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="tokenizer.json and config.json of a server elsewhere.")
+]
+
 
 def evaluate(
-    profile: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PROFILE",
-            autocompletion=profile_names,
-            help="Whose model to load in this process, for each budget anew.  [default: the server that runs]",
-        ),
-    ] = None,
-    budget: Annotated[
-        list[float] | None,
-        typer.Option(
-            metavar="PERCENT",
-            min=1,
-            max=100,
-            help="Of all experts, those resident; may be given again.  [default with a profile: 80, 65, 50, 35]",
-        ),
-    ] = None,
-    fidelity: Annotated[list[str] | None, typer.Option(metavar="NAME", help=FIDELITY_HELP)] = None,
-    overlay: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="An edit of the weights, compared with the model without it.")
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Texts of your own, a line each: {"text": ...} or {"messages": [...]}.  [default: bundled]',
-        ),
-    ] = None,
-    domain: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Of the texts; may be given again.  [default: all]")
-    ] = None,
-    texts: Annotated[int, typer.Option(metavar="N", min=1, help="Of each domain.")] = 6,
-    longest: Annotated[int, typer.Option(metavar="TOKENS", min=64, help="A longer text loses its end.")] = 512,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Draws texts, and free answers.")] = 1,
-    top: Annotated[
-        int, typer.Option(metavar="N", min=1, max=100, help="Likeliest tokens that distributions are compared by.")
-    ] = 50,
-    answers: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Free answers too, looked at for loops and open tags.")
-    ] = 0,
-    answer_tokens: Annotated[int, typer.Option(metavar="N", min=16, help="Most of each of them.")] = 4096,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw loss against budget.")] = None,
-    points: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep the figures there, and show those of other starts too.")
-    ] = None,
-    url: Annotated[str | None, typer.Option(metavar="URL", help="Server to ask.  [default: the running one]")] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="tokenizer.json and config.json of a server elsewhere.")
-    ] = None,
+    profile: InProcess = None,
+    budget: Budgets = None,
+    fidelity: Fidelities = None,
+    overlay: Edit = None,
+    data: Data = None,
+    domain: Domains = None,
+    texts: Texts = 6,
+    longest: Longest = 512,
+    seed: Seed = 1,
+    top: Top = 50,
+    answers: Answers = 0,
+    answer_tokens: AnswerTokens = 4096,
+    plot: Plot = None,
+    points: Points = None,
+    url: Url = None,
+    tokenizer: Tokenizer = None,
     json: Json = False,
 ) -> None:
     """Measure what residency costs: loss, likeliest token and divergence on texts whose tokens are known.

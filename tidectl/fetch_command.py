@@ -8,55 +8,64 @@ import typer
 from tidectl.options import Json
 from tidectl.profiles import names as profile_names
 
+Repository = Annotated[str, typer.Argument(metavar="REPO", help="owner/model of a hub.")]
+To = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Where to.  [default: the profile's, else a directory of the model's name]"),
+]
+Revision = Annotated[
+    str, typer.Option(metavar="R", help="A commit, tag or branch.  [default: the newest, or what DIR began with]")
+]
+Dense = Annotated[bool, typer.Option("--dense", help="All but the routed experts, for model.dense of a profile.")]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Only files of this name (*, ? and [...] count); may be repeated."),
+]
+Exclude = Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="No file of this name; may be repeated.")]
+Sums = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=SUM", help="What a file must be, beside the hub's own word; may be repeated."),
+]
+OfProfile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PROFILE",
+        autocompletion=profile_names,
+        help="For this profile: into its model.path, or with --dense its model.dense, on every node of it.",
+    ),
+]
+ToNodes = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST", help="This node too: over ssh it takes all from here; may be repeated."),
+]
+FromHub = Annotated[
+    bool,
+    typer.Option("--from-hub", help="Other nodes fetch from the hub, at the same time, with their own HF_TOKEN."),
+]
+Connections = Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Files fetched at once.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Read all that is here again; what is not as it came is fetched anew.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would come, how large, and where to.")]
+Lent = Annotated[bool, typer.Option("--lent", hidden=True, help="From another node, which says on stdin where.")]
+
 
 def fetch(
-    repository: Annotated[str, typer.Argument(metavar="REPO", help="owner/model of a hub.")],
-    to: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where to.  [default: the profile's, else a directory of the model's name]"),
-    ] = None,
-    revision: Annotated[
-        str, typer.Option(metavar="R", help="A commit, tag or branch.  [default: the newest, or what DIR began with]")
-    ] = "",
-    dense: Annotated[
-        bool, typer.Option("--dense", help="All but the routed experts, for model.dense of a profile.")
-    ] = False,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Only files of this name (*, ? and [...] count); may be repeated."),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="No file of this name; may be repeated.")
-    ] = None,
-    sha256: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=SUM", help="What a file must be, beside the hub's own word; may be repeated."),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PROFILE",
-            autocompletion=profile_names,
-            help="For this profile: into its model.path, or with --dense its model.dense, on every node of it.",
-        ),
-    ] = None,
-    to_node: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST", help="This node too: over ssh it takes all from here; may be repeated."),
-    ] = None,
-    from_hub: Annotated[
-        bool,
-        typer.Option("--from-hub", help="Other nodes fetch from the hub, at the same time, with their own HF_TOKEN."),
-    ] = False,
-    connections: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Files fetched at once.")] = 8,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read all that is here again; what is not as it came is fetched anew.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would come, how large, and where to.")] = False,
+    repository: Repository,
+    to: To = None,
+    revision: Revision = "",
+    dense: Dense = False,
+    include: Include = None,
+    exclude: Exclude = None,
+    sha256: Sums = None,
+    profile: OfProfile = None,
+    to_node: ToNodes = None,
+    from_hub: FromHub = False,
+    connections: Connections = 8,
+    verify: Verify = False,
+    dry_run: DryRun = False,
     json: Json = False,
-    lent: Annotated[
-        bool, typer.Option("--lent", hidden=True, help="From another node, which says on stdin where.")
-    ] = False,
+    lent: Lent = False,
 ) -> None:
     """Fetch a checkpoint, or an overlay, from a hub.
 
