@@ -21,13 +21,14 @@ from tided.engine.local_ranks import free_port, run_ranks
 from tided.settings import Cache, Engine, Experts, Model, Parallel, Settings
 
 RANKS, TIMEOUT_S = 2, 400.0
+ASKED = ("layers", "resident", "context", "rows", "rounds", "repeats")
 
 
 def show(best: float, options: Any) -> None:
     if torch.cuda.device_count() < RANKS:
         print(f"\nranks: this machine has {torch.cuda.device_count()} GPU, {RANKS} are needed")
         return
-    asked = json.dumps({**vars(options), "best": best, "port": free_port()})
+    asked = json.dumps({**{name: getattr(options, name) for name in ASKED}, "best": best, "port": free_port()})
     with tempfile.TemporaryDirectory() as folder:
         try:
             run_ranks([__file__, asked], Path(folder), RANKS, TIMEOUT_S)
