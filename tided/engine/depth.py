@@ -125,13 +125,18 @@ class Depths:
         self._steps = 0  # that drafts waited for
 
     @property
+    def drafts(self) -> bool:
+        """Whether there is anything to decide."""
+        return self.most > 0 and self.mode != "off"
+
+    @property
     def learns(self) -> bool:
         """Whether what steps cost decides anything."""
         return self.most > 0 and self.mode in ("acceptance", "confidence")
 
     def begin(self, row: Row) -> bool:
         """Whether to draft behind a prompt's last chunk, for the lane's first step."""
-        if self.mode == "off" or not self.most or row.room <= 0:
+        if not self.drafts or row.room <= 0:
             return False
         return self.mode == "fixed" or self._worth([row])
 
@@ -143,7 +148,7 @@ class Depths:
 
     def plan(self, rows: Sequence[Row]) -> tuple[list[int], bool]:
         """The drafts to verify of each lane, and whether to draft after the step."""
-        if self.mode == "off" or not self.most:
+        if not self.drafts:
             return [0] * len(rows), False
         self._waiting = {row.lane for row in rows if row.waits}
         waiting = [min(row.room, len(self._lane(row.lane).sure)) for row in rows]
@@ -163,7 +168,7 @@ class Depths:
     ) -> None:
         """rows: lane -> (drafts verified, tokens that came); sure: the confidence of what was proposed after it, within
         `draft_s` (None: nothing was), which `seconds` leaves out."""
-        if self.mode == "off" or not self.most:
+        if not self.drafts:
             return
         self.costs.tell({lane: 1 + depth for lane, (depth, _) in rows.items()}, seconds, touched, self._waiting)
         if draft_s is not None:

@@ -14,7 +14,7 @@ from tided.cache.chain import Chain
 from tided.control.messages import Admission, Change, Decode, Load, Prefill, Step
 from tided.engine import drafting
 from tided.engine.caching import Caching
-from tided.engine.logits import shaped
+from tided.engine.logits import as_made, shaped
 from tided.engine.ports import Residents
 from tided.engine.sampling import sample
 from tided.engine.score import logprobs, pieces, redrawn
@@ -386,13 +386,20 @@ class Executor:
 
     def _shaped(self, indices: list[int], logits: Tensor) -> Tensor:
         """logits [R, vocab], not changed -> [R, vocab]; the same tensor where no lane wants them otherwise."""
-        rows = []
-        for index, row in zip(indices, logits, strict=True):
-            lane = self.lanes[index]
-            tokens = lane.state.position - len(lane.asked.prompt_ids)
-            rows.append(shaped(row, lane.asked, lane.drawn, tokens, self._masks.get(index)))
-        plain = all(row.data_ptr() == given.data_ptr() for row, given in zip(rows, logits, strict=True))
-        return logits if plain else torch.stack(rows)
+        lanes = [self.lanes[index] for index in indices]
+        wishes = [
+            (asked := lane.asked, lane.state.position - len(asked.prompt_ids), self._masks.get(index))
+            for index, lane in zip(indices, lanes, strict=True)
+        ]
+        if all(as_made(*wish) for wish in wishes):
+            return logits
+        drawn = [lane.drawn for lane in lanes]
+        return torch.stack(
+            [
+                shaped(row, asked, so_far, tokens, mask)
+                for row, so_far, (asked, tokens, mask) in zip(logits, drawn, wishes, strict=True)
+            ]
+        )
 
     def _digest(self) -> str:
         """Every token so far, the routable set and its slots as the tables hold them, reads under way, what was read

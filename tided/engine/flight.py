@@ -7,11 +7,12 @@ import json
 import logging
 import threading
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tided.control.files import write_private
-from tided.control.messages import Admission, Decode, Prefill, Step
+from tided.control.messages import Admission, Change, Decode, Prefill, Step
 from tided.engine.executor import Executor
 
 log = logging.getLogger("tided.engine")
@@ -19,33 +20,48 @@ log = logging.getLogger("tided.engine")
 STEPS = 256
 
 
+class Begun(NamedTuple):
+    """What a step was to do. Of most steps that is their work alone, which is put into words when somebody reads it;
+    `more`, the rest, is told at once, and the step let go: it may hold a prompt, or what a grammar allows."""
+
+    seq: int
+    work: Prefill | Decode | None
+    release: list[int]
+    more: dict[str, Any]
+
+
+class Ended(NamedTuple):
+    """What a step left behind."""
+
+    generation: int
+    mask_hash: int
+    reading: int
+    digest: str
+    parts_ms: Mapping[str, float]
+
+
 class Flight:
     """`path` None: nothing is ever written. `begin` and `end` are the engine's; `dump` may be called by any thread."""
 
     def __init__(self, path: Path | None = None, steps: int = STEPS) -> None:
         self.path = path
-        self._steps: deque[dict[str, Any]] = deque(maxlen=steps)
+        self._steps: deque[tuple[Begun, Ended | None]] = deque(maxlen=steps)
         self._lock = threading.Lock()
         self._dumped = False
 
     def begin(self, step: Step) -> None:
         """Before anything of the step is done: one that never ends is seen as well."""
-        self._steps.append({"seq": step.seq, **_work(step), **_contexts(step), **_change(step), "done": False})
+        more = _contexts(step) | _admitted(step) | (_change(step.change) if step.change else {})
+        self._steps.append((Begun(step.seq, step.work, step.release, more), None))
 
     def end(self, executor: Executor, digest: str) -> None:
         """The step that was begun last is done on this rank."""
         residents = executor.residents
-        self._steps[-1] |= {
-            "done": True,
-            "generation": executor.plan_version,
-            "mask_hash": f"{residents.mask_hash:016x}",
-            "reading": residents.reading,
-            "digest": digest,
-            "ms": {name: round(value, 3) for name, value in executor.parts_ms.items()},
-        }
+        ended = Ended(executor.plan_version, residents.mask_hash, residents.reading, digest, executor.parts_ms)
+        self._steps[-1] = self._steps[-1][0], ended
 
     def lines(self) -> list[dict[str, Any]]:
-        return [dict(line) for line in self._steps.copy()]
+        return [_line(begun, ended) for begun, ended in self._steps.copy()]
 
     def dump(self, fault: str) -> None:
         """Once. Never raises: it must not hide the fault that it tells of."""
@@ -66,18 +82,36 @@ def flight_path(state_dir: Path, rank: int) -> Path:
     return state_dir / f"flight-{rank}.jsonl"
 
 
-def _work(step: Step) -> dict[str, Any]:
+def _line(begun: Begun, ended: Ended | None) -> dict[str, Any]:
+    shown = {"seq": begun.seq, **_work(begun.work), "release": begun.release, **begun.more, "done": ended is not None}
+    if ended is None:
+        return shown
+    return shown | {
+        "generation": ended.generation,
+        "mask_hash": f"{ended.mask_hash:016x}",
+        "reading": ended.reading,
+        "digest": ended.digest,
+        "ms": {name: round(value, 3) for name, value in ended.parts_ms.items()},
+    }
+
+
+def _work(work: Prefill | Decode | None) -> dict[str, Any]:
     """`rows`: of the forward, drafts included. `drafts` by lane and `propose` only where there are any."""
-    shown: dict[str, Any] = {"work": None, "rows": 0, "release": step.release}
-    match step.work:
+    match work:
         case Prefill(lane=lane, start=start, count=count):
-            shown |= {"work": "prefill", "rows": count, "lanes": [lane], "start": start}
+            shown: dict[str, Any] = {"work": "prefill", "rows": count, "lanes": [lane], "start": start}
         case Decode(lanes=lanes, drafts=drafts):
-            shown |= {"work": "decode", "rows": len(lanes) + sum(drafts), "lanes": lanes}
+            shown = {"work": "decode", "rows": len(lanes) + sum(drafts), "lanes": lanes}
             shown |= {"drafts": drafts} if drafts else {}
-    if step.work is not None and step.work.propose:
-        shown["propose"] = True
-    shown["admit"] = [
+        case None:
+            shown = {"work": None, "rows": 0}
+    return shown | ({"propose": True} if work is not None and work.propose else {})
+
+
+def _admitted(step: Step) -> dict[str, Any]:
+    if not step.admit:
+        return {}
+    admitted = [
         {
             "lane": admission.lane,
             "request": admission.request.request_id,
@@ -88,7 +122,7 @@ def _work(step: Step) -> dict[str, Any]:
         }
         for admission in step.admit
     ]
-    return shown
+    return {"admit": admitted}
 
 
 def _restored(admission: Admission) -> dict[str, Any]:
@@ -99,6 +133,8 @@ def _restored(admission: Admission) -> dict[str, Any]:
 
 def _contexts(step: Step) -> dict[str, Any]:
     """What happens to contexts beside the work; what is empty is left out. Recalls as [ticket, how many keys, lane]."""
+    if not (step.park or step.resume or step.recall or step.forget or step.save):
+        return {}
     shown = {
         "park": step.park,
         "resume": step.resume,
@@ -109,9 +145,8 @@ def _contexts(step: Step) -> dict[str, Any]:
     return {name: value for name, value in shown.items() if value}
 
 
-def _change(step: Step) -> dict[str, Any]:
+def _change(change: Change) -> dict[str, Any]:
     """Loads as [ticket, pair, outgoing pair]; what is empty is left out."""
-    change = step.change
     shown = {
         "load": [[load.ticket, load.pair, load.out] for load in change.load],
         "publish": change.publish,

@@ -194,6 +194,8 @@ class Ledger:
         for lane, depth in depths.items():
             self._stats(lane).stepped(depth, came[lane])
             self.drafts = Drafts(self.drafts.drafted + depth, self.drafts.accepted + came[lane] - 1)
+        if not self._scheduler.depths.drafts:
+            return
         draft_s, lanes = self._executor.draft_s if work.propose else 0.0, self._executor.lanes
         self._scheduler.depths.done(
             {lane: (depth, came[lane]) for lane, depth in depths.items()},

@@ -24,10 +24,9 @@ BAN_BIAS = -100.0
 def shaped(row: Tensor, request: Request, drawn: Sequence[int], tokens: int, mask: bytes | None) -> Tensor:
     """row [vocab] fp32 as the model made it, not changed -> [vocab]. `drawn`: the answer so far where penalties need
     it; `tokens`: its length; `mask`: the grammar's (`messages.Mask`)."""
-    sampling, bans = request.sampling, request.stop_ids if tokens < request.min_tokens else ()
-    if not (sampling.logit_bias or sampling.penalised or bans or mask is not None):
+    if as_made(request, tokens, mask):
         return row
-    row = row.clone()
+    sampling, bans, row = request.sampling, _bans(request, tokens), row.clone()
     bias(row, sampling)
     if sampling.penalised:
         penalise(row, sampling, request.prompt_ids, drawn)
@@ -36,6 +35,16 @@ def shaped(row: Tensor, request: Request, drawn: Sequence[int], tokens: int, mas
     if mask is not None:
         row.masked_fill_(~allowed(mask, row), BANNED)
     return row
+
+
+def as_made(request: Request, tokens: int, mask: bytes | None) -> bool:
+    """Whether the request draws from logits as the model made them."""
+    sampling = request.sampling
+    return not (sampling.logit_bias or sampling.penalised or _bans(request, tokens) or mask is not None)
+
+
+def _bans(request: Request, tokens: int) -> Sequence[int]:
+    return request.stop_ids if tokens < request.min_tokens else ()
 
 
 def bias(row: Tensor, sampling: Sampling) -> None:
