@@ -25,7 +25,9 @@ from tided.tide.demand import RouterShape
 from tided.tide.history import History
 
 LIMIT_S = 10.0  # from the strike until both ranks have ended
-SILENT_S = 60.0  # of a pair that goes on
+SILENT_S = 60.0  # of a pair that goes on over a link that stays slow; others as long as it may take to end
+RIGHT_CODES = {0, 65, 69, 70, None}  # None: of a node that cannot be asked any more
+KILLED = 137  # by what struck it, or stopped and then killed by its supervisor
 ROUNDS, SETTLE_S, REST_S = 5, 1.0, 60.0
 HISTORY = re.compile(r"demand-\w{16}-(\d+)x(\d+)k(\d+)\.sqlite")
 UNFINISHED = re.compile(r"^\.|\.(tmp|half)$")
@@ -239,7 +241,7 @@ class Trial:
         assert self.struck_s is not None
         times = sorted([self.struck_s, *(at for one in self.heard for at in one.times if at > self.struck_s)])
         self.out.seconds = max((later - at for at, later in pairwise(times)), default=0.0)
-        if self.out.seconds > SILENT_S:
+        if self.out.seconds > (SILENT_S if self.case.fault.name.startswith("a slow link") else self.limit_s):
             self._wrong(f"nothing was told for {self.out.seconds:.1f} s")
 
     def _gone(self, who: str) -> None:
@@ -254,6 +256,9 @@ class Trial:
             self._wrong(f"{who} ended after {self.out.seconds:.1f} s")
         if self.case.expects == "goes on":
             self._wrong(f"{who} ended, where it should go on")
+        right = RIGHT_CODES | ({KILLED} if self.case.fault.name.startswith(("kill", "SIGSTOP")) else set())
+        if not right.issuperset(self.out.codes):
+            self._wrong(f"a rank ended as if by a mistake of ours: {self.out.codes}")
 
     def _compare(self, heard: list[Heard]) -> None:
         for one in heard:
