@@ -1,12 +1,13 @@
-"""The mini pair as a service in a box: two instances on one node, with shorter times."""
+"""The mini pair as a service in a box, on one node or on two; on one as two instances, with shorter times."""
 
 import time
 
+TIDECTL = "/opt/tidelm/bin/tidectl"
 PORT = 8000
 KEY = "key-of-a-test"
 RANKS = ("tided@pair:0.service", "tided@pair:1.service")
 
-PROFILE = """
+MINI = """
 [model]
 path = "{minis}/deepseek"
 served_name = "mini"
@@ -19,7 +20,8 @@ context_tokens = 4096
 pool_tokens = 8192
 [parallel]
 ranks = 2
-step_timeout_s = 20
+"""
+SERVED = """step_timeout_s = 20
 peer_timeout_s = 8
 {parallel}
 [server]
@@ -35,12 +37,21 @@ TimeoutAbortSec=3
 """
 
 
+def install_service(inside):
+    inside(TIDECTL, "service", "install", "--prefix", "/opt/tidelm")
+
+
+def write_profile(inside, parallel):
+    """The mini's, with these lines of [parallel] and all that follows them."""
+    site = inside("/opt/tidelm/venv/bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    inside.write("/etc/tidelm/pair.toml", MINI.format(minis=f"{site}/minis") + parallel)
+
+
 def prepare(inside, parallel=""):
-    inside("/opt/tidelm/bin/tidectl", "service", "install", "--prefix", "/opt/tidelm")
+    install_service(inside)
     inside.write("/etc/systemd/system/tided@.service.d/shorter.conf", SHORTER)
     inside("systemctl", "daemon-reload")
-    site = inside("/opt/tidelm/venv/bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-    inside.write("/etc/tidelm/pair.toml", PROFILE.format(minis=f"{site}/minis", parallel=parallel))
+    write_profile(inside, SERVED.format(parallel=parallel))
     inside.write("/etc/tidelm/api-keys", KEY + "\n", mode=0o600)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.units.box import Box, box, join, missing
+from tests.units.serving import RANKS, TIDECTL, install_service, write_profile
 
 pytestmark = [
     pytest.mark.systemd,
@@ -19,22 +20,6 @@ pytestmark = [
 ]
 
 HEAD, PEER = "10.77.0.1", "10.77.0.2"
-TIDECTL = "/opt/tidelm/bin/tidectl"
-UNIT = "tided@pair:{}.service"
-PROFILE = """
-[model]
-path = "{minis}/deepseek"
-served_name = "mini"
-[experts]
-resident = 312
-spare_slots = 8
-[cache]
-context_tokens = 4096
-pool_tokens = 8192
-[parallel]
-ranks = 2
-hosts = ["10.77.0.1", "10.77.0.2"]
-"""
 
 
 class Pair(NamedTuple):
@@ -51,14 +36,13 @@ def pair(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with box(folder / "head", installed) as head, box(folder / "peer", installed) as peer:
         join(head, peer)
         for one in (head, peer):
-            one(TIDECTL, "service", "install", "--prefix", "/opt/tidelm")
+            install_service(one)
         peer.write("/root/.ssh/authorized_keys", (folder / "key.pub").read_text(), 0o600)
         peer("mkdir", "-p", "/run/sshd")
         peer("/usr/sbin/sshd", "-o", "UsePAM=no", "-o", f"ListenAddress={PEER}", "-o", "StrictModes=no")
         head.write("/root/.ssh/id_ed25519", (folder / "key").read_text(), 0o600)
         head.write("/root/.ssh/config", "StrictHostKeyChecking accept-new\n", 0o600)
-        minis = head("sh", "-c", "ls -d /opt/tidelm/venv/lib/python3*/site-packages/minis")
-        head.write("/etc/tidelm/pair.toml", PROFILE.format(minis=minis))
+        write_profile(head, f'hosts = ["{HEAD}", "{PEER}"]\n')
         yield Pair(head, peer)
 
 
@@ -66,8 +50,8 @@ def test_start_status_logs_guard_restart_stop(pair: Pair) -> None:
     head, peer = pair
     head(TIDECTL, "guard", "pair")
     words = head.run(TIDECTL, "start", "pair", "--timeout", "240")
-    assert words.returncode == 0, words.stderr + head.journal(UNIT.format(0)) + peer.journal(UNIT.format(1))
-    assert (head.value(UNIT.format(0), "ActiveState"), peer.value(UNIT.format(1), "ActiveState")) == (
+    assert words.returncode == 0, words.stderr + head.journal(RANKS[0]) + peer.journal(RANKS[1])
+    assert (head.value(RANKS[0], "ActiveState"), peer.value(RANKS[1], "ActiveState")) == (
         "active",
         "active",
     )
@@ -83,12 +67,12 @@ def test_start_status_logs_guard_restart_stop(pair: Pair) -> None:
     assert any("ready" in line for line in lines)
     assert "Oslo" in head(TIDECTL, "chat", "--temperature", "0", "--no-thinking", "What is the capital of Norway?")
 
-    before = [one.value(UNIT.format(rank), "MainPID") for rank, one in enumerate(pair)]
+    before = [one.value(RANKS[rank], "MainPID") for rank, one in enumerate(pair)]
     head(TIDECTL, "restart", "--timeout", "240")
-    after = [one.value(UNIT.format(rank), "MainPID") for rank, one in enumerate(pair)]
+    after = [one.value(RANKS[rank], "MainPID") for rank, one in enumerate(pair)]
     assert all(old != new for old, new in zip(before, after, strict=True))
     head(TIDECTL, "stop")
-    assert (head.value(UNIT.format(0), "ActiveState"), peer.value(UNIT.format(1), "ActiveState")) == (
+    assert (head.value(RANKS[0], "ActiveState"), peer.value(RANKS[1], "ActiveState")) == (
         "inactive",
         "inactive",
     )
@@ -104,8 +88,8 @@ def test_a_rank_that_cannot_start_is_told_with_its_journal_and_the_other_is_ende
     assert f"rank 1 on {PEER}" in ran.stderr
     assert "the last lines of rank 1's log:" in ran.stderr
     for rank, one in enumerate(pair):
-        assert one.value(UNIT.format(rank), "ActiveState") in ("inactive", "failed")
-        assert one.value(UNIT.format(rank), "SubState") != "auto-restart"
+        assert one.value(RANKS[rank], "ActiveState") in ("inactive", "failed")
+        assert one.value(RANKS[rank], "SubState") != "auto-restart"
 
 
 def test_both_ranks_of_one_node(pair: Pair) -> None:

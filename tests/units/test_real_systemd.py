@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.units.box import box, curl, join, missing
-from tests.units.serving import KEY, PORT, RANKS, asked, facts, prepare, restarted
+from tests.units.serving import KEY, PORT, RANKS, TIDECTL, asked, facts, prepare, restarted
 
 pytestmark = [
     pytest.mark.systemd,
@@ -62,7 +62,7 @@ def limits(inside, pid):
 def test_installing_made_the_user_and_its_directories(node):
     assert node("stat", "-c", "%a %U", "/var/lib/tidelm", "/etc/tidelm").split("\n") == ["700 tidelm", "755 root"]
     assert {"video", "render"} <= set(node("id", "-nG", "tidelm").split())
-    again = node.run("/opt/tidelm/bin/tidectl", "service", "install", "--prefix", "/opt/tidelm")
+    again = node.run(TIDECTL, "service", "install", "--prefix", "/opt/tidelm")
     assert (again.returncode, again.stdout) == (0, "")
     assert "as it would be written" in again.stderr
 
@@ -213,7 +213,7 @@ def test_what_may_come_is_tried_again_and_given_up_in_the_end(node):
 
 
 def test_units_that_run_are_not_taken_away_and_others_are(pair):
-    command = ("/opt/tidelm/bin/tidectl", "service", "uninstall")
+    command = (TIDECTL, "service", "uninstall")
     refused = pair.run(*command)
     assert refused.returncode == 1
     assert "running: tided@pair:0.service, tided@pair:1.service" in refused.stderr

@@ -6,15 +6,13 @@ import time
 import pytest
 
 from tests.units.box import missing
-from tests.units.serving import KEY, RANKS, asked, facts, restarted
+from tests.units.serving import KEY, RANKS, TIDECTL, asked, facts, restarted
 
 pytestmark = [
     pytest.mark.systemd,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
 ]
-
-TIDECTL = "/opt/tidelm/bin/tidectl"
 
 
 def told(inside, *command, code=0):
