@@ -12,10 +12,13 @@ def audit(
         str, typer.Argument(metavar="REQUEST", help="The answer's id (chatcmpl-...), or `latest`.")
     ] = "latest",
     top: Annotated[int, typer.Option(metavar="N", min=0, help="Show so many of the tokens that differ.")] = 20,
-    url: Annotated[str | None, typer.Option(metavar="URL", help="Server to ask.  [default: the running one]")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The server.  [default: what runs here, else http://127.0.0.1:8000]"),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Score a finished answer again with every expert: which tokens would be others, and what residency cost.
+    """Score a finished answer again with every expert. Tells which tokens would be others, and what residency cost.
 
     The server must remember answers (audit.remember_tokens) and have slots to read experts into (tide.sync_slots). It
     waits until nobody asks, and gives way to whoever does. The audit votes like a request: with the demand that every

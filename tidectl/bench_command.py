@@ -16,7 +16,7 @@ bench = typer.Typer(rich_markup_mode=None)
 
 Url = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Any server with OpenAI's chat API.  [default: the one that runs here]"),
+    typer.Option(metavar="URL", help="Any server with OpenAI's chat API.  [default: what runs here]"),
 ]
 ApiKey = Annotated[str | None, typer.Option("--api-key", metavar="KEY", help="Its key.  [default: $TIDE_API_KEY]")]
 
@@ -48,7 +48,7 @@ def run(
     receipt: Annotated[Path | None, typer.Option(metavar="FILE", help="To write; a new file.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure a server: speed of an answer in prose and in code, time to the first token of a long prompt.
+    """Measure how fast a server is. An answer in prose and in code, the first token of a long prompt.
 
     Medians of three runs after a warm-up, 1,024 tokens each at temperature 0.6. The receipt is a file with all that the
     figures depend on, which `tidectl bench verify` adds up again and replays. It holds no text.
@@ -87,7 +87,7 @@ def verify(
     ] = 0.15,
     json: Json = False,
 ) -> None:
-    """Check a receipt: that it is whole and adds up, and that its runs can be made again.
+    """Check a receipt, and make its runs again. It must be whole, and add up.
 
     Says how many answers have the same text; not all do where the resident experts have moved since. Exits with 1 if
     something is slower than the tolerance.

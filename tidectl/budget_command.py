@@ -19,7 +19,7 @@ def budget(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:
-    """Change how many experts what runs here keeps in memory, while it serves.
+    """Change how many experts are in memory, while it serves.
 
     What the change would mean is shown first: experts that leave or come, bytes on each rank, and how much of what
     the next tokens are expected to want is in memory. It begins with one of the next steps, on all ranks. Fewer: those

@@ -23,7 +23,7 @@ def doctor(
     here: Annotated[bool, typer.Option("--here", help="Only this node; others are not asked.")] = False,
     json: Json = False,
 ) -> None:
-    """Look at the nodes of a profile: what would keep it from being served, or make it slow.
+    """Look for what would keep a profile from serving, or slow it. On all of its nodes.
 
     Memory and who holds it, disks, the link between the nodes, driver, ports, weights. Changes nothing, and works with
     nothing running and beside what runs; then it measures nothing that would slow it. Other nodes look at themselves,

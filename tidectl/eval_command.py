@@ -43,21 +43,31 @@ Data = Annotated[
     ),
 ]
 Domains = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Of the texts; may be given again.  [default: all]")
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Texts of this domain alone; may be given again.  [default: all]"),
 ]
-Texts = Annotated[int, typer.Option(metavar="N", min=1, help="Of each domain.")]
-Longest = Annotated[int, typer.Option(metavar="TOKENS", min=64, help="A longer text loses its end.")]
+Texts = Annotated[int, typer.Option(metavar="N", min=1, help="Of each domain; where there are fewer, that is said.")]
+Longest = Annotated[
+    int,
+    typer.Option(
+        metavar="TOKENS", min=64, help="A longer text loses its end; one whose prompt alone is longer is left out."
+    ),
+]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Draws texts, and free answers.")]
 Top = Annotated[
     int, typer.Option(metavar="N", min=1, max=100, help="Likeliest tokens that distributions are compared by.")
 ]
-Answers = Annotated[int, typer.Option(metavar="N", min=0, help="Free answers too, looked at for loops and open tags.")]
+Answers = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Free answers of a server too, looked at for loops and open tags.")
+]
 AnswerTokens = Annotated[int, typer.Option(metavar="N", min=16, help="Most of each of them.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw loss against budget.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw loss by budget, as PNG.")]
 Points = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Keep the figures there, and show those of other starts too.")
 ]
-Url = Annotated[str | None, typer.Option(metavar="URL", help="Server to ask.  [default: the running one]")]
+Url = Annotated[
+    str | None, typer.Option(metavar="URL", help="The server.  [default: what runs here, else http://127.0.0.1:8000]")
+]
 Tokenizer = Annotated[
     Path | None, typer.Option(metavar="DIR", help="tokenizer.json and config.json of a server elsewhere.")
 ]
@@ -82,7 +92,7 @@ def evaluate(
     tokenizer: Tokenizer = None,
     json: Json = False,
 ) -> None:
-    """Measure what residency costs: loss, likeliest token and divergence on texts whose tokens are known.
+    """Measure what residency costs, on texts whose tokens are known. In loss, likeliest token and divergence.
 
     Of the server that runs, each fidelity is compared with `exact`, which reads every expert it misses: the server
     needs slots for that (tide.sync_slots), and no expert moves for what is asked. With a profile the engine runs in

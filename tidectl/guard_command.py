@@ -6,7 +6,7 @@ from tidectl.options import Here, Json, Profile
 
 
 def guard(profile: Profile, here: Here = False, json: Json = False) -> None:
-    """Compare what the ranks of a profile would compute with, on all its nodes, and start nothing.
+    """Compare what ranks would compute with, and start nothing. On all nodes of a profile.
 
     The boot guard's dry run: every node opens the checkpoint as a rank does, and declares what a start would compare:
     settings, sources, libraries, driver, checkpoint, edits and tokenizer by their content. Packs are checked to be the

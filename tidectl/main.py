@@ -29,13 +29,15 @@ from tidectl.top_command import top
 HELP = """Serve a mixture-of-experts model that is larger than memory.
 
 \b
-  tidectl profile list          the profiles that come with TideLM
+  tidectl profile list          the profiles that have a name
   tidectl start mini-deepseek   start one, and wait until it serves
   tidectl status                what runs, and how it is doing
   tidectl chat "How many legs does a spider have?"
   tidectl stop
 
-A PROFILE is a TOML file, or the name of a bundled one. Data goes to stdout, words go to stderr.
+A PROFILE is a TOML file, or a name: of a bundled one, or of this node's own (/etc/tidelm/NAME.toml). Before a large
+model: `tidectl fetch`, `plan` and `doctor`. When something is wrong: `tidectl status`, `logs` and `doctor`. Data goes
+to stdout, words go to stderr.
 """
 
 EPILOG = """\b
@@ -62,6 +64,8 @@ Environment:
                   else $XDG_STATE_HOME/tidelm or ~/.local/state/tidelm.
                   A relative one counts from where the command is run
   TIDE_API_KEY    key for a server that wants one
+  HF_TOKEN        key for a hub that wants one, of `fetch` and `fit`
+  HF_ENDPOINT     another hub
   NO_COLOR        no colours
 """
 

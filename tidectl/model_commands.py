@@ -71,7 +71,7 @@ def render(
     ] = "openai",
     ids: Annotated[bool, typer.Option("--ids", help="Print the token ids, one JSON array; needs PROFILE.")] = False,
 ) -> None:
-    """Print the prompt that a request becomes, and nothing else: no line end is added.
+    """Print the prompt that a request becomes. Nothing else: no line end is added.
 
     The request is one JSON object on stdin: the body of an API call, or an object of "messages", "tools" and "options".
 
@@ -112,7 +112,7 @@ def parse(
         int | None, typer.Option(metavar="N", min=1, help="Characters fed at once.  [default: all]")
     ] = None,
 ) -> None:
-    """Read what a model wrote, and print the message that clients get: one JSON object.
+    """Read what a model wrote, print the message that clients get. One JSON object.
 
     The generated text comes on stdin, markers as they are spelled, and is never changed by how it is fed.
 
@@ -152,7 +152,7 @@ def pack(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write the routed experts of a checkpoint as packs, one file a rank.
+    """Write a checkpoint's routed experts as packs, one file a rank.
 
     From a pack an expert is one read of its rank's share alone. A profile uses packs with experts.source = "pack" and
     experts.pack_dir. What is ended goes on where it stopped when it is run again; a pack that is there stays.
@@ -176,7 +176,7 @@ def fit(
     layers: Annotated[str, typer.Option(metavar="A-B", help="Only these layers.  [default: all]")] = "",
     json: Json = False,
 ) -> None:
-    """Recover the directions that an abliterated checkpoint took out, for model.ablation.
+    """Recover what an abliterated checkpoint took out. Its directions, as a file for model.ablation of a profile.
 
     Reads both checkpoints a tensor at a time, of a hub by ranges of bytes, and keeps nothing but FILE. A layer whose
     edit is not that of one direction ends it. What is ended goes on where it stopped when it is run again. HF_TOKEN
@@ -207,10 +207,10 @@ def synth(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint of made-up weights in a released model's shapes, to try what a machine can hold and how fast.
+    """Write made-up weights in a released model's shapes. To try what a machine can hold, and how fast.
 
-    Names, formats and shards are the released model's; answers are noise. What is ended goes on where it stopped when
-    it is run again.
+    Names, formats and shards are the released model's; answers are noise. A profile whose model.path is DIR serves it.
+    What is ended goes on where it stopped when it is run again.
 
     \b
       tidectl synth /tmp/ds41 --in-memory

@@ -32,7 +32,7 @@ def plan(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what a profile needs of memory, by class for each rank, and the largest budget of experts that fits.
+    """Show what a profile needs of memory, and what fits. By class for each rank; and the largest budget of experts.
 
     From the checkpoint's headers and the profile alone; nothing is loaded. Two gates: all that stays and the reserve
     fit; and so do a prefill chunk and what the ranks end themselves below, or the first long prompt would end them.

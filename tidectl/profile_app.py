@@ -13,7 +13,8 @@ def profile_check(file: Profile, json: Json = False) -> None:
 
     Its keys and values, and, once they are right, whether its checkpoint can do what it asks for. Exits with 78 on an
     error. A note is none; it tells what else a start here and now would refuse: a checkpoint that is not here or lacks
-    a file, a port in use, a key that this build does not act on. What is in the files `tidectl doctor` looks at.
+    a file, a port in use, a key that this build does not act on. Whether what is in its files is
+    right, `tidectl doctor` tells.
     """
     from tidectl import profile_commands, profiles
 
@@ -22,7 +23,7 @@ def profile_check(file: Profile, json: Json = False) -> None:
 
 @profile.command("list")
 def profile_list(json: Json = False) -> None:
-    """List the profiles that have a name, and what keeps this build from starting one here.
+    """List the profiles that have a name. And what keeps this build from starting one here.
 
     They come with TideLM, or are this node's own: /etc/tidelm/NAME.toml, which comes before a bundled one of its name.
     A broken one is listed with its error, and the exit code is that of the first.
@@ -34,7 +35,7 @@ def profile_list(json: Json = False) -> None:
 
 @profile.command("show")
 def profile_show(file: Profile, json: Json = False) -> None:
-    """Show every key of a profile: its resolved value, what it does, what it affects."""
+    """Show every key of a profile. Its resolved value, what it does, what it affects."""
     from tidectl import profile_commands, profiles
 
     profile_commands.show(profiles.find(file), json)

@@ -9,13 +9,14 @@ from tidectl.profiles import names as profile_names
 
 
 def start(profile: Profile, timeout: Timeout = 600, here: Here = False, json: Json = False) -> None:
-    """Start the ranks of a profile on all its nodes and wait until they serve.
+    """Start a profile on all its nodes, and wait until it serves.
 
     On rank 0's machine; the others of parallel.hosts are reached by ssh, which must not ask for anything. They get
     the profile and the keys; a file node.toml in their state directory may set paths and adapters of their own.
 
     What can be refused is refused first: an error in the profile, a missing checkpoint, a port in use, another build.
-    When one rank ends, all end. A start that takes longer than the timeout goes on; Ctrl-C ends it.
+    When one rank ends, all end. A start that takes longer than the timeout goes on; Ctrl-C ends it. Once it serves:
+    `tidectl chat`, `tidectl top`, and `tidectl stop`.
 
     \b
       tidectl start mini-deepseek
@@ -38,7 +39,7 @@ def stop(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Stop what runs, on all its nodes, once the running requests have finished.
+    """Stop what runs, on all its nodes. Running requests finish first.
 
     New requests are refused at once. What has not ended after the timeout is killed, and the requests that were cut are
     counted.
@@ -78,7 +79,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Again every second, until interrupted.")] = False,
     json: Json = False,
 ) -> None:
-    """Show what runs: model, residents, lanes, speed, memory, the ranks of all nodes.
+    """Show what runs: model, residents, lanes, speed, memory, ranks. Of all nodes.
 
     The share beside the residents says how much of the experts is in memory, not how well that serves: `tidectl top`
     measures the coverage.
@@ -99,7 +100,7 @@ def logs(
     all_runs: Annotated[bool, typer.Option("--all", help="Earlier runs too, not the current or last alone.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --follow one a line.")] = False,
 ) -> None:
-    """Show the logs of the ranks on all nodes, by time: of the run that is under way, else of the last one.
+    """Show the logs of the ranks on all nodes, by time. Of the run that is under way, else of the last one.
 
     \b
       tidectl logs -f

@@ -26,7 +26,7 @@ Force = Annotated[
 def service_install(
     prefix: Prefix = None, root: Root = Path("/"), dry_run: DryRun = False, force: Force = False, json: Json = False
 ) -> None:
-    """Write the units, make the service's user and directories, tell systemd. Starts and enables nothing.
+    """Write the units, make the service's user and directories. Tells systemd; starts and enables nothing.
 
     The differences to what is there come first. A file that somebody changed by hand is not overwritten: what is to
     outlive an update belongs into `systemctl edit tided@.service`.
@@ -57,7 +57,7 @@ def service_uninstall(
 
 @service.command("show")
 def service_show(prefix: Prefix = None, root: Root = Path("/"), json: Json = False) -> None:
-    """Show the files that `install` writes, and of each whether it is there, older, or changed by hand."""
+    """Show the files that `install` writes. Of each whether it is there, older, or changed by hand."""
     from tidectl import service
 
     service.show(service.Options(prefix, root.absolute(), True, False), json)

@@ -18,7 +18,7 @@ TideProfile = Annotated[
 
 @tide.command("show")
 def tide_show(profile: TideProfile = None, json: Json = False) -> None:
-    """Show what was learned: requests, their weight against the seed, residents by layer, what moved most.
+    """Show what was learned. Requests, their weight against the seed, residents by layer, what moved most.
 
     Recorded: the share of the history's demand that is for experts which a start would keep; topics: of the demand of
     each topic of the seed. Neither was measured while it served: that is the coverage of `tidectl top`. "at a start"
@@ -35,7 +35,8 @@ def tide_export(
     profile: TideProfile = None,
     json: Json = False,
 ) -> None:
-    """Write a history to a file: counts of picks over all requests, no text. The daemon may be running."""
+    """Write a history to a file, for `tidectl tide import`. Counts of picks over all requests, no text. The daemon may
+    be running."""
     from tidectl import profiles, tide
 
     tide.export(file, profiles.find(profile) if profile else None, json)
@@ -79,7 +80,7 @@ def tide_reset(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:
-    """Forget what was learned: the history is set aside under another name, and the next start begins with the seed.
+    """Forget what was learned. The history is set aside under another name, and the next start begins with the seed.
 
     Refused while a daemon records.
     """
@@ -111,7 +112,10 @@ def tide_simulate(
         bool, typer.Option(help="Add the control: traffic without popularity or memory, where no policy can gain.")
     ] = True,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A recorded trace instead of simulated traffic.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Routing that bench/record_routing.py recorded, instead of simulated traffic."
+        ),
     ] = None,
     rest: Annotated[
         float,
@@ -124,7 +128,7 @@ def tide_simulate(
     ] = 0.0,
     json: Json = False,
 ) -> None:
-    """Compare policies for what to keep in memory, on simulated traffic.
+    """Compare policies of what to keep in memory. On simulated traffic.
 
     Ours is the code that serves: planner, pilot, hot reads, and what the engine asks of them when. All policies have
     the same memory and the same disks. Exits with 1 when a policy missed less than ours, or read less, or when the

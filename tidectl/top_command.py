@@ -19,7 +19,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Show what is now, and end; so does output to a file.")] = False,
     json: Json = False,
 ) -> None:
-    """Watch the experts and the tide as they move: the page of /expert-map, for a terminal.
+    """Watch the experts and the tide as they move. The page of /expert-map, for a terminal.
 
     Coverage is measured: the share of the routing weight that found its expert in memory, in the newest minute in which
     anything was asked; "expected next" is what it is thought to be of the next tokens. The figure behind a row of the

@@ -86,6 +86,19 @@ def test_every_option_is_explained_and_every_example_can_be_typed(tidectl: Tidec
         tree[tuple(words[:depth])].make_context("example", words[depth:])
 
 
+def test_what_a_command_does_is_not_cut_off_in_a_list(tidectl: Tidectl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first sentence fits a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    groups = [(), *(path for path, command in commands(typer.main.get_command(app)) if hasattr(command, "commands"))]
+    assert len(groups) == 5
+    for group in groups:
+        shown = tidectl(*group, "--help").stdout
+        listed = shown.partition("\nCommands:\n")[2].partition("\n\n")[0]
+        assert listed
+        assert "..." not in listed, listed
+        assert max(map(len, listed.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("command", [[], ["--help"], ["status", "--help"], ["profile", "list"], ["version"]])
 def test_nothing_heavy_is_imported_for(command: list[str]) -> None:
     code = (
