@@ -16,19 +16,16 @@ from tokenizers.models import WordLevel
 
 from kernels import engram
 from kernels.formats import fp8_rows
-from kernels.numerics import FP32
 from packers.shards import Checkpoint
 from tests.models.random_checkpoint import golden_config, write_checkpoint
 from tests.models.rig import CPU, GOLDEN, load_model
 from tided.errors import DataError, UnavailableError
 from tided.models.deepseek_v41 import engram_rows
 from tided.models.deepseek_v41.config import read_config
-from tided.models.deepseek_v41.engram import _histories, load_engrams
+from tided.models.deepseek_v41.engram import _histories
 from tided.models.deepseek_v41.engram_rows import Table
 from tided.models.deepseek_v41.hashing import layer_hashing
 from tided.models.deepseek_v41.vocabulary import compressed_vocabulary
-from tided.models.deepseek_v41.weights import Weights
-from tided.models.parallel import Alone
 
 PREFIX = "layers.1.engram.embed"
 PLACE_BYTES = 16  # of a cached row, beside the row itself
@@ -151,20 +148,32 @@ def test_a_cached_row_is_not_read_again(readers):
         asked.take(CPU)
 
 
-def test_the_rows_of_a_decode_step_are_read_beside_each_other(monkeypatch):
-    """Each read waits until twelve are under way: one after the other they would wait for ever."""
-    meeting = threading.Barrier(12, timeout=20)
-    monkeypatch.setattr(engram_rows._Array, "read", lambda self, row, out: meeting.wait())
-    t, checkpoint = read_config(golden_config()).text_config, Checkpoint.open(GOLDEN)
-    vocabulary = compressed_vocabulary(GOLDEN / "tokenizer.json", 512, 416)
-    engrams = load_engrams(checkpoint, Weights(checkpoint, Alone(), CPU), t, vocabulary, 0, FP32)
-    table = engrams.layers[t.engram_layer_ids[0]].table
-    table.ask(np.arange(24).reshape(4, 6)).take(CPU)
+def test_the_disk_knows_all_rows_of_a_decode_step_before_one_is_waited_for(monkeypatch, readers):
+    seen, table = [], Table(Checkpoint.open(GOLDEN), PREFIX, 0, readers)
+    real = os.preadv
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: seen.append((fd, offset, length)))
+    monkeypatch.setattr(os, "preadv", lambda fd, out, at: seen.append((fd, at, len(out[0]))) or real(fd, out, at))
+    asked = table.ask(np.arange(24).reshape(1, 24))
+    asked.raw()
+    assert len(asked.reads) == 1
+    assert seen[:48] == seen[48:]
+    assert len(set(seen)) == 48
+
+
+def test_a_file_system_that_takes_no_advice_is_read_all_the_same(monkeypatch, readers):
+    rows, table = np.arange(24).reshape(1, 24), Table(Checkpoint.open(GOLDEN), PREFIX, 0, readers)
+    wanted = table.ask(rows).raw()
+
+    def refuse(*_):
+        raise OSError(errno.EINVAL, "no advice")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert np.array_equal(table.ask(rows).raw(), wanted)
 
 
 def test_the_rows_of_a_prompt_are_read_in_few_tasks(readers):
     table = Table(Checkpoint.open(GOLDEN), PREFIX, 0, readers)
-    assert [len(table.ask(np.arange(rows)[None]).reads) for rows in (1, 24, 320, 1280)] == [1, 12, 16, 20]
+    assert [len(table.ask(np.arange(rows)[None]).reads) for rows in (1, 24, 320, 1280)] == [1, 1, 5, 20]
 
 
 def test_a_table_that_was_cut_off_is_named(tmp_path, readers):

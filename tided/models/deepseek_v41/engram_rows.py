@@ -7,6 +7,7 @@ the reads run in a few threads beside the layers in between. Rows read lately st
 import os
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +21,9 @@ from tided.models.deepseek_v41.row_cache import Bytes, Ints, RowCache
 
 READ_TIMEOUT_S = 60.0  # for the task that has waited longest: a prompt's thousands may take longer together
 READERS = 16  # threads, of all layers together
-# Rows of one task. Of a prompt's rows, so many that handing them over costs little beside reading them; of a decode
-# step's two dozen, few enough that they are read at once: one after the other they would cost a layer 24 waits for the
-# disk, beside each other two.
-_LEAST_TASK_ROWS, _MOST_TASK_ROWS = 2, 64
+# Of one task. The disk is told of all its rows before the first is read, so they wait for it together: a decode step's
+# two dozen need no more than one thread, and so none of the engine's time for others to begin.
+TASK_ROWS = 64
 
 
 class _Array:
@@ -36,6 +36,13 @@ class _Array:
         if self._made is None:
             self._fd = os.open(self._info.path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._fd)
+
+    def expect(self, row: int) -> None:
+        """Its read may begin, into the page cache."""
+        if self._made is None:
+            with suppress(OSError):  # a file system that takes no such word; what is wrong, the read tells
+                at = self._info.offset + row * self.row_bytes
+                os.posix_fadvise(self._fd, at, self.row_bytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, row: int, out: memoryview) -> None:
         where, name = str(self._info.path), self._info.name
@@ -69,8 +76,7 @@ class Table:
         distinct, index = np.unique(rows, return_inverse=True)
         data: Bytes = np.empty((len(distinct), self.row_bytes), dtype=np.uint8)
         wanted = np.flatnonzero(~self._cache.recall(distinct, data))
-        size = _task_rows(len(wanted))
-        tasks = [wanted[i : i + size] for i in range(0, len(wanted), size)]
+        tasks = [wanted[i : i + TASK_ROWS] for i in range(0, len(wanted), TASK_ROWS)]
         reads = [self._readers.submit(self._read, distinct[task], task, data) for task in tasks]
         return Asked(self, distinct, wanted, data, index.reshape(rows.shape), reads)
 
@@ -79,14 +85,13 @@ class Table:
         self._cache.remember(rows, data)
 
     def _read(self, rows: Ints, places: Ints, data: Bytes) -> None:
+        for row in rows.tolist():
+            self.weight.expect(row)
+            self.scale.expect(row)
         for row, i in zip(rows.tolist(), places.tolist(), strict=True):
             out = memoryview(data[i])
             self.weight.read(row, out[: self.weight.row_bytes])
             self.scale.read(row, out[self.weight.row_bytes :])
-
-
-def _task_rows(rows: int) -> int:
-    return min(_MOST_TASK_ROWS, max(_LEAST_TASK_ROWS, -(-rows // READERS)))
 
 
 @dataclass(frozen=True)
