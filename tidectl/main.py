@@ -20,6 +20,7 @@ from tidectl.model_commands import fit, logits, pack, parse, render, synth
 from tidectl.options import Json
 from tidectl.plan_command import plan
 from tidectl.profile_app import profile
+from tidectl.purge_command import purge
 from tidectl.serve_commands import logs, restart, start, status, stop
 from tidectl.service_app import service
 from tidectl.talk_commands import chat, why
@@ -107,7 +108,7 @@ def version(json: Json = False) -> None:
 
 
 SERVING: tuple[Command, ...] = (start, stop, restart, status, top, logs, chat, why, audit)
-OTHERS: tuple[Command, ...] = (plan, doctor, guard, fetch, pack, fit, synth, render, parse, logits, version)
+OTHERS: tuple[Command, ...] = (plan, doctor, guard, fetch, pack, fit, synth, render, parse, logits, purge, version)
 
 for _command in SERVING:
     app.command()(_command)

@@ -1,7 +1,8 @@
 """Who runs the ranks of this node: the service manager where the service is installed, else our own supervisor."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tidectl import logs, supervisor, units
@@ -9,6 +10,7 @@ from tidectl.journal import Journal
 from tidectl.sent import text_of
 from tidectl.supervisor import Status
 from tided.control.files import write_private
+from tided.control.state import Claim
 from tided.profile import load
 from tided.profile.instances import SITE_DIR
 
@@ -47,6 +49,20 @@ def claim(state_dir: Path) -> None:
     finally:
         os.close(lock)
     return None
+
+
+@contextmanager
+def at_rest(state_dir: Path, words: str) -> Iterator[None]:
+    """Nothing of this directory runs or starts while it lasts, ranks without a supervisor included. `words`: who keeps
+    it so. Raises UnavailableError for what runs."""
+    with ExitStack() as held:
+        if units.in_use(state_dir):
+            units.refuse_running(state_dir)
+        else:
+            held.callback(os.close, supervisor.take_lock(state_dir))
+        for file in sorted(state_dir.glob("rank-*.lock")):
+            held.callback(Claim(state_dir, int(file.stem.removeprefix("rank-")), words).release)
+        yield
 
 
 def keep_profile(name: str, text: str, state_dir: Path) -> Path:
