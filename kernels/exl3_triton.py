@@ -2,24 +2,31 @@
 
 Experts of any widths and codebooks go in one launch: a program reads the header of its expert's record and takes the
 body that was compiled for such a matrix. Every program has so many columns of one expert, for all rows that want it:
-weights are decoded once, into fp16 exactly, and multiplied by the matrix unit with rows padded to M.
-
-A tile's 256 weights come in groups of G that share two words: the word in which the group ends and the one before, of
-which each register is 16 bits. In the order of the stream a tile is [c 8, r 4, c 2, r 2, r 2] (`exl3.inner`); rows of
-the activations lie in memory in the order [r 4, r 2, r 2] of theirs (`_place`), so that only columns are turned, when
-they are stored.
+weights are decoded once, into fp16 exactly, and multiplied by the matrix unit. Rows of the activations lie in memory
+in the order [r 4, r 2, r 2] of a tile's (`_place`), which is how a tile's weights come.
 
 Launches: `_distinct` (of a decode step) finds the distinct experts; `_turn` scales and rotates each pick's row, for
-gate and for up; `_product` multiplies, each program a part of K; `_activate` adds these parts, rotates back, ends in
-the rounded hidden row and rotates it for down; `_product` again; `_finish` adds the parts, rotates back and adds the
-picks of a token in the order of k. All sums have one order: a row has the same bits in any company.
+gate and for up; `_product`, or in a decode step `exl3_lanes_triton.product`, multiplies, each program a part of K;
+`_activate` adds these parts, rotates back, ends in the rounded hidden row and rotates it for down; then the product of
+down; `_finish` adds the parts, rotates back and adds the picks of a token in the order of k. All sums have one order: a
+row has the same bits in any company. In a decode step the next launch is placed while the one before runs
+(`chain_triton`).
+
+In `_walk` a tile's 256 weights come in groups of G that share two words: the word in which the group ends and the one
+before, of which each register is 16 bits. In the order of the stream a tile is [c 8, r 4, c 2, r 2, r 2]
+(`exl3.inner`): only columns are turned, when they are stored.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chain_triton import chain, chained
+from kernels.exl3_lanes_triton import matrix, plain_number
+from kernels.exl3_lanes_triton import product as lanes_product
 from kernels.exl3_record import CODEBOOKS, Exl3Record, widths
 from kernels.rows import ROWS
 
@@ -32,6 +39,16 @@ RSQRT_BLOCK = tl.constexpr(128**-0.5)
 def _place(row):
     """Where row r of a tile's 16 lies among the activations: r[2:1], r[3], r[0]."""
     return (row & ~15) + ((row >> 1) & 3) * 4 + ((row >> 3) & 1) * 2 + (row & 1)
+
+
+@triton.jit
+def _kept(value, at):
+    """value fp32 -> what `at` points to: fp16, or int32 with it in the lower half and zero in the upper."""
+    value = value.to(tl.float16)
+    if at.dtype.element_ty == tl.int32:
+        return value.to(tl.uint16, bitcast=True).to(tl.int32)
+    else:
+        return value
 
 
 @triton.jit
@@ -49,16 +66,8 @@ def _value(state, BOOK: tl.constexpr, ASM: tl.constexpr):
     """state: the 16 bits of a register as uint32 -> its fp16 number (`exl3.table`)."""
     if ASM:
         return _two_values(state, BOOK)
-    elif BOOK == 2:
-        x = state * 0x83DCD12D
-        pairs = (x & 0x00FF00FF) + ((x >> 8) & 0x00FF00FF)
-        total = 1024 + (pairs & 0xFFFF) + (pairs >> 16)
-        return (total.to(tl.float32) * 0.00676727294921875 + -10.3828125).to(tl.float16)
     else:
-        x = state * 0xCBAC1FED if BOOK == 1 else state * 89226354 + 64248484
-        x = (x & 0x8FFF8FFF) ^ 0x3B603B60
-        low = (x & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-        return low + (x >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+        return plain_number(state, BOOK)
 
 
 @triton.jit
@@ -168,9 +177,10 @@ def _walk(
 
 
 @triton.jit
-def _distinct(picks, table, count, PICKS: tl.constexpr, M: tl.constexpr):
+def _distinct(picks, table, count, PICKS: tl.constexpr, M: tl.constexpr, CHAINED: tl.constexpr):
     """table, int32: slot of each distinct expert in the order of first pick [PICKS], -1 behind them; then the picks
     that want each [PICKS, M], -1 behind them."""
+    chained(CHAINED)
     every = tl.arange(0, PICKS)
     slots = tl.load(picks + every, mask=every < count, other=-1)
     same = slots[:, None] == slots[None, :]  # [of, among]
@@ -188,9 +198,12 @@ def _distinct(picks, table, count, PICKS: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _turn(x, picks, slots, unit, turned, hidden, top_k, count, BLOCKS: tl.constexpr):
-    """BLOCKS blocks of 128 inputs of a pick's row: turned [2, picks, hidden] fp16, scaled and rotated for gate and up,
-    in the order of `_place`."""
+def _turn(
+    x, picks, slots, unit, turned, hidden, top_k, count, BLOCKS: tl.constexpr, CHAINED: tl.constexpr
+):  # fmt: skip
+    """BLOCKS blocks of 128 inputs of a pick's row: turned [2, picks, hidden], scaled and rotated for gate and up, in
+    the order of `_place`, as `_kept`."""
+    chained(CHAINED)
     pick, side = tl.program_id(0), tl.program_id(2)
     slot = tl.load(picks + pick)
     if slot < 0:
@@ -202,7 +215,7 @@ def _turn(x, picks, slots, unit, turned, hidden, top_k, count, BLOCKS: tl.conste
     value = tl.load(x + (pick // top_k).to(tl.int64) * hidden + column, mask=here, other=0.0).to(tl.float32)
     value = _hadamard(value * tl.load(scales + column, mask=here, other=0.0).to(tl.float32), BLOCKS)
     at = turned + (side * count + pick).to(tl.int64) * hidden
-    tl.store(at + _place(column), value.to(tl.float16), mask=here)
+    tl.store(at + _place(column), _kept(value, turned), mask=here)
 
 
 @triton.jit
@@ -222,22 +235,9 @@ def _product(
     found = tl.maximum(found, 0).to(tl.int64)
     record = slots + slot.to(tl.int64) * unit
     tile = tl.program_id(0) * ACROSS
-    gate_half, up_half = tl.load(record + 1).to(tl.int32), tl.load(record + 2).to(tl.int32)
-    weights = hidden.to(tl.int64) * share // 16  # bytes of half a bit of each
-    if DOWN_SIDE:
-        half, book = tl.load(record + 3).to(tl.int32), tl.load(record + 6).to(tl.int32)
-        at = record + vectors + weights * (gate_half + up_half)
-        row_tiles, all_tiles, outputs = hidden // 16, share // 16, hidden
-        rows = x + found * share
-        column = tile
-    else:
-        side = tile // (share // 16)
-        half, book = tl.where(side == 0, gate_half, up_half), tl.load(record + 4 + side).to(tl.int32)
-        at = record + vectors + tl.where(side == 0, 0, weights * gate_half)
-        row_tiles, all_tiles, outputs = share // 16, hidden // 16, 2 * share
-        rows = x + (side * count + found) * hidden
-        column = tile - side * row_tiles
-    words = at.to(tl.pointer_type(tl.int32)) + column.to(tl.int64) * half * 4
+    side, half, book, trellis, all_tiles, row_tiles = matrix(record, tile, hidden, share, vectors, DOWN_SIDE)
+    rows = x + (side * count + found) * (all_tiles * 16)
+    words = trellis.to(tl.pointer_type(tl.int32)) + (tile - side * row_tiles).to(tl.int64) * half * 4
     kind = book * 32 + half
     tiles = all_tiles // SPLITS
     acc = tl.zeros([M, ACROSS * 16], tl.float32)
@@ -250,16 +250,16 @@ def _product(
                 )  # fmt: skip
     turned = tl.arange(0, ACROSS * 16)
     turned = (turned & ~15) + (turned & 1) * 8 + ((turned >> 1) & 7)  # columns come as c[2:0], c[3]
-    out = parts + (part.to(tl.int64) * count + found) * outputs
+    out = parts + (part.to(tl.int64) * count + found) * (hidden if DOWN_SIDE else 2 * share)
     tl.store(out[:, None] + (tile * 16 + turned)[None, :], acc, mask=valid[:, None])
 
 
 @triton.jit
-def _total(parts, column, count, row, outputs, SPLITS: tl.constexpr):
-    """[1, 128]: the parts of a row's block, added in order."""
-    total = tl.load(parts + row.to(tl.int64) * outputs + column)
+def _total(parts, column, count, row, outputs, here, SPLITS: tl.constexpr):
+    """[1, 128]: the parts of a row's block, added in order; zero where it is not here."""
+    total = tl.load(parts + row.to(tl.int64) * outputs + column, mask=here, other=0.0)
     for part in tl.static_range(1, SPLITS):
-        total += tl.load(parts + (part * count + row).to(tl.int64) * outputs + column)
+        total += tl.load(parts + (part * count + row).to(tl.int64) * outputs + column, mask=here, other=0.0)
     return total
 
 
@@ -274,9 +274,10 @@ def _rounded(value):
 @triton.jit
 def _activate(
     parts, picks, slots, unit, weights, turned, hidden, share, count, limit,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One block of 128 of the hidden row of a pick: turned [picks, share] fp16, scaled and rotated for down."""
+    """One block of 128 of the hidden row of a pick: turned [picks, share], scaled and rotated for down, as `_kept`."""
+    chained(CHAINED)
     pick, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(picks + pick)
     if slot < 0:
@@ -284,43 +285,52 @@ def _activate(
     vectors = (slots + slot.to(tl.int64) * unit + 128).to(tl.pointer_type(tl.float16))
     column = block * 128 + tl.arange(0, 128)[None, :]
     outputs, svh = 2 * share, vectors + 2 * hidden
-    gate = _hadamard(_total(parts, column, count, pick, outputs, SPLITS), 1) * tl.load(svh + column).to(tl.float32)
-    up = _hadamard(_total(parts, share + column, count, pick, outputs, SPLITS), 1)
+    gate = _hadamard(_total(parts, column, count, pick, outputs, True, SPLITS), 1) * tl.load(svh + column).to(
+        tl.float32
+    )
+    up = _hadamard(_total(parts, share + column, count, pick, outputs, True, SPLITS), 1)
     up = _rounded(up * tl.load(svh + share + column).to(tl.float32))
     gate = tl.minimum(_rounded(gate), limit)
     up = tl.maximum(tl.minimum(up, limit), -limit)
     value = _rounded(gate / (1.0 + tl.exp(-gate)) * up * tl.load(weights + pick))
     value = _hadamard(value * tl.load(svh + 2 * share + column).to(tl.float32), 1)
-    tl.store(turned + pick.to(tl.int64) * share + _place(column), value.to(tl.float16))
+    tl.store(turned + pick.to(tl.int64) * share + _place(column), _kept(value, turned))
 
 
 @triton.jit
 def _finish(
-    parts, picks, slots, unit, out, hidden, share, count, TOP_K: tl.constexpr, SPLITS: tl.constexpr
+    parts, picks, slots, unit, out, hidden, share, count,
+    TOP_K: tl.constexpr, SPLITS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One block of 128 outputs of a token: its picks added in the order of k, [tokens, hidden] fp32. Picks without a
     slot count for nothing; where TOP_K is 1 (each pick by itself) they leave their place as it is."""
+    chained(CHAINED)
     token, block = tl.program_id(0), tl.program_id(1)
     column = block * 128 + tl.arange(0, 128)[None, :]
     if TOP_K == 1:  # noqa: SIM102
         if tl.load(picks + token) < 0:
             return
+    sums: tl.tuple = ()  # all are loaded before the first is rotated
+    scales: tl.tuple = ()
+    for k in tl.static_range(TOP_K):
+        slot = tl.load(picks + token * TOP_K + k)
+        at = slots + tl.maximum(slot, 0).to(tl.int64) * unit + 128 + (2 * hidden + 3 * share) * 2
+        scales = scales + (tl.load(at.to(tl.pointer_type(tl.float16)) + column, mask=slot >= 0, other=0.0),)
+        sums = sums + (_total(parts, column, count, token * TOP_K + k, hidden, slot >= 0, SPLITS),)
     total = tl.zeros([1, 128], tl.float32)
     for k in tl.static_range(TOP_K):
-        pick = token * TOP_K + k
-        slot = tl.load(picks + pick)
-        if slot >= 0:
-            svh = (slots + slot.to(tl.int64) * unit + 128).to(tl.pointer_type(tl.float16)) + 2 * hidden + 3 * share
-            value = _hadamard(_total(parts, column, count, pick, hidden, SPLITS), 1)
-            total += value * tl.load(svh + column).to(tl.float32)
+        total += _hadamard(sums[k], 1) * scales[k].to(tl.float32)
     tl.store(out + token.to(tl.int64) * hidden + column, total)
 
 
-# DOWN x ACROSS tiles at a time; SPLITS parts of K: a decode step has few experts, and many programs are wanted. Loads
-# that are made ahead through shared memory (STAGES above 1) cost more than they hide: registers and many warps do.
+# Of a decode step: WARPS of a program have ACROSS tile columns each and take DOWN tiles of each at a time; SPLITS parts
+# of K, since a step has few experts and many programs are wanted.
+GATE_UP = {"DOWN": 2, "ACROSS": 4, "WARPS": 2, "SPLITS": 8, "AHEAD": False}
+DOWN = {"DOWN": 2, "ACROSS": 4, "WARPS": 2, "SPLITS": 4, "AHEAD": False}
+PLAIN = {"ACROSS": 2, "WARPS": 4}  # in the interpreter: numpy takes many lanes at once
+# Of a chunk: DOWN x ACROSS tiles at a time. Loads that are made ahead through shared memory (STAGES above 1) cost more
+# than they hide: registers and many warps do.
 STAGES = 1
-GATE_UP = {"DOWN": 4, "ACROSS": 4, "SPLITS": 4, "STAGES": STAGES, "num_warps": 4}
-DOWN = {"DOWN": 4, "ACROSS": 4, "SPLITS": 1, "STAGES": STAGES, "num_warps": 4}
 CHUNK = {"DOWN": 2, "ACROSS": 8, "SPLITS": 1, "STAGES": STAGES, "num_warps": 8}
 CHUNK_ROWS = 64  # of one expert that a program takes; a chunk's picks are sorted by expert
 
@@ -352,30 +362,57 @@ def _run(
 ) -> None:  # fmt: skip
     d, n, count, device = record.hidden, record.share, picks.numel(), x.device
     x, weights, flat = x.contiguous(), weights.contiguous(), picks.to(torch.int32).contiguous()
-    unit, vectors, each = slots.shape[1], record.offsets[-1], picks.shape[1]
+    unit, each = slots.shape[1], picks.shape[1]
     decode = len(picks) <= ROWS
-    table, items, m = _decode_table(flat) if decode else _chunk_table(flat, record.experts)
-    gate_up, down = (_fitted(GATE_UP if decode else CHUNK, d), _fitted(DOWN if decode else CHUNK, n))
-    turned = torch.empty(2, count, d, dtype=torch.float16, device=device)
+    linked = chain(device) if decode else {"CHAINED": False}
+    narrow = {} if asm else PLAIN
+    gate_up = _fitted({**GATE_UP, **narrow} if decode else CHUNK, d)
+    down = _fitted({**DOWN, **narrow} if decode else CHUNK, n)
+    kept = torch.int32 if decode else torch.float16
+    turned = torch.empty(2, count, d, dtype=kept, device=device)
     parts = torch.empty(gate_up["SPLITS"], count, 2 * n, dtype=torch.float32, device=device)
-    inner = torch.empty(count, n, dtype=torch.float16, device=device)
+    inner = torch.empty(count, n, dtype=kept, device=device)
     sums = torch.empty(down["SPLITS"], count, d, dtype=torch.float32, device=device)
-    mask = _mask(record)
-    _turn[(count, -(-d // 1024), 2)](x, flat, slots, unit, turned, d, each, count, BLOCKS=8)
-    _product[(2 * n // 16 // gate_up["ACROSS"], items, gate_up["SPLITS"])](
-        slots, unit, table, turned, parts, d, n, items, count, vectors,
-        DOWN_SIDE=False, MASK=mask, M=m, ASM=asm, **gate_up,
-    )  # fmt: skip
+    if decode:
+        table, items, m = _decode_table(flat, 8 if len(picks) <= 8 else ROWS, linked)
+    else:
+        table, items, m = _chunk_table(flat, record.experts)
+    product = _decode_product if decode else _chunk_product
+    _turn[(count, -(-d // 1024), 2)](x, flat, slots, unit, turned, d, each, count, BLOCKS=8, **linked)
+    product(slots, record, table, items, m, turned, parts, count, False, gate_up, asm)
     _activate[(count, n // 128)](
-        parts, flat, slots, unit, weights, inner, d, n, count, limit, SPLITS=gate_up["SPLITS"], num_warps=1
+        parts, flat, slots, unit, weights, inner, d, n, count, limit, SPLITS=gate_up["SPLITS"], num_warps=1, **linked
     )
-    _product[(d // 16 // down["ACROSS"], items, down["SPLITS"])](
-        slots, unit, table, inner, sums, d, n, items, count, vectors,
-        DOWN_SIDE=True, MASK=mask, M=m, ASM=asm, **down,
-    )  # fmt: skip
+    product(slots, record, table, items, m, inner, sums, count, True, down, asm)
+    # Products are rounded before they are added, so that the picks of a call are those of several.
     _finish[(count // top_k, d // 128)](
-        sums, flat, slots, unit, out, d, n, count, TOP_K=top_k, SPLITS=down["SPLITS"], num_warps=1
-    )
+        sums, flat, slots, unit, out, d, n, count, TOP_K=top_k, SPLITS=down["SPLITS"], num_warps=1,
+        enable_fp_fusion=False, **linked,
+    )  # fmt: skip
+
+
+def _decode_product(
+    slots: Tensor, record: Exl3Record, table: Tensor, items: int, m: int, x: Tensor, parts: Tensor, count: int,
+    down_side: bool, shape: dict[str, int], asm: bool,
+) -> None:  # fmt: skip
+    d, n = record.hidden, record.share
+    across = shape["WARPS"] * shape["ACROSS"]
+    lanes_product[((d if down_side else 2 * n) // 16 // across, items, shape["SPLITS"])](
+        slots, slots.shape[1], table, x, parts, d, n, items, count, record.offsets[-1],
+        DOWN_SIDE=down_side, MASK=_mask(record), BLOCKS=m // 8, ASM=asm, num_warps=shape["WARPS"], **shape,
+        **chain(x.device),
+    )  # fmt: skip
+
+
+def _chunk_product(
+    slots: Tensor, record: Exl3Record, table: Tensor, items: int, m: int, x: Tensor, parts: Tensor, count: int,
+    down_side: bool, shape: dict[str, int], asm: bool,
+) -> None:  # fmt: skip
+    d, n = record.hidden, record.share
+    _product[((d if down_side else 2 * n) // 16 // shape["ACROSS"], items, shape["SPLITS"])](
+        slots, slots.shape[1], table, x, parts, d, n, items, count, record.offsets[-1],
+        DOWN_SIDE=down_side, MASK=_mask(record), M=m, ASM=asm, **shape,
+    )  # fmt: skip
 
 
 def _mask(record: Exl3Record) -> int:
@@ -386,16 +423,16 @@ def _mask(record: Exl3Record) -> int:
 def _fitted(shape: dict[str, int], inputs: int) -> dict[str, int]:
     """With as many parts as whole steps of K allow."""
     tiles = inputs // 16
-    splits = next(one for one in (shape["SPLITS"], 2, 1) if tiles % (one * shape["DOWN"]) == 0)
+    splits = next(one for one in (shape["SPLITS"], 8, 4, 2, 1) if tiles % (one * shape["DOWN"]) == 0)
     return {**shape, "SPLITS": splits}
 
 
-def _decode_table(picks: Tensor) -> tuple[Tensor, int, int]:
+def _decode_table(picks: Tensor, m: int, linked: dict[str, Any]) -> tuple[Tensor, int, int]:
     """(table, items, rows of an item) of `_distinct`."""
     count = picks.numel()
-    size, m = triton.next_power_of_2(max(count, 2)), ROWS
+    size = triton.next_power_of_2(max(count, 2))
     table = torch.empty(size * (1 + m), dtype=torch.int32, device=picks.device)
-    _distinct[(1,)](picks, table, count, PICKS=size, M=m)
+    _distinct[(1,)](picks, table, count, PICKS=size, M=m, **linked)
     return table, size, m
 
 
