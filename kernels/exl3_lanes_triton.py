@@ -12,8 +12,6 @@ multiplies the lower half by an activation and the upper, which is a number too,
 import triton
 import triton.language as tl
 
-from kernels.chain_triton import chained
-
 
 @triton.constexpr_function
 def group_of(half: int) -> int:
@@ -287,12 +285,11 @@ def matrix(record, tile, hidden, share, vectors, DOWN_SIDE: tl.constexpr):
 def product(
     slots, unit, table, x, parts, hidden, share, items, count, vectors,
     DOWN_SIDE: tl.constexpr, MASK: tl.constexpr, BLOCKS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
-    WARPS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
+    WARPS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """WARPS * ACROSS tile columns of one expert, a part of K, for up to 8 * BLOCKS picks: parts [SPLITS, picks,
     outputs] fp32, outputs being gate | up, or those of down (DOWN_SIDE). x: rows of every pick, [2, picks, hidden] or
     [picks, share], each value an fp16 in 32 bits."""
-    chained(CHAINED)
     item, part = tl.program_id(1), tl.program_id(2)
     slot = tl.load(table + item)
     if slot < 0:

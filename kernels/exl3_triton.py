@@ -9,22 +9,20 @@ Launches: `_distinct` (of a decode step) finds the distinct experts; `_turn` sca
 gate and for up; `_product`, or in a decode step `exl3_lanes_triton.product`, multiplies, each program a part of K;
 `_activate` adds these parts, rotates back, ends in the rounded hidden row and rotates it for down; then the product of
 down; `_finish` adds the parts, rotates back and adds the picks of a token in the order of k. All sums have one order: a
-row has the same bits in any company. In a decode step the next launch is placed while the one before runs
-(`chain_triton`).
+row has the same bits in any company.
 
 In `_walk` a tile's 256 weights come in groups of G that share two words: the word in which the group ends and the one
 before, of which each register is 16 bits. In the order of the stream a tile is [c 8, r 4, c 2, r 2, r 2]
 (`exl3.inner`): only columns are turned, when they are stored.
 """
 
-from typing import Any
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.chain_triton import chain, chained
 from kernels.exl3_lanes_triton import matrix, plain_number
 from kernels.exl3_lanes_triton import product as lanes_product
 from kernels.exl3_record import CODEBOOKS, Exl3Record, widths
@@ -177,10 +175,9 @@ def _walk(
 
 
 @triton.jit
-def _distinct(picks, table, count, PICKS: tl.constexpr, M: tl.constexpr, CHAINED: tl.constexpr):
+def _distinct(picks, table, count, PICKS: tl.constexpr, M: tl.constexpr):
     """table, int32: slot of each distinct expert in the order of first pick [PICKS], -1 behind them; then the picks
     that want each [PICKS, M], -1 behind them."""
-    chained(CHAINED)
     every = tl.arange(0, PICKS)
     slots = tl.load(picks + every, mask=every < count, other=-1)
     same = slots[:, None] == slots[None, :]  # [of, among]
@@ -199,11 +196,10 @@ def _distinct(picks, table, count, PICKS: tl.constexpr, M: tl.constexpr, CHAINED
 
 @triton.jit
 def _turn(
-    x, picks, slots, unit, turned, hidden, top_k, count, BLOCKS: tl.constexpr, CHAINED: tl.constexpr
+    x, picks, slots, unit, turned, hidden, top_k, count, BLOCKS: tl.constexpr
 ):  # fmt: skip
     """BLOCKS blocks of 128 inputs of a pick's row: turned [2, picks, hidden], scaled and rotated for gate and up, in
     the order of `_place`, as `_kept`."""
-    chained(CHAINED)
     pick, side = tl.program_id(0), tl.program_id(2)
     slot = tl.load(picks + pick)
     if slot < 0:
@@ -274,10 +270,9 @@ def _rounded(value):
 @triton.jit
 def _activate(
     parts, picks, slots, unit, weights, turned, hidden, share, count, limit,
-    SPLITS: tl.constexpr, CHAINED: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One block of 128 of the hidden row of a pick: turned [picks, share], scaled and rotated for down, as `_kept`."""
-    chained(CHAINED)
     pick, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(picks + pick)
     if slot < 0:
@@ -300,11 +295,10 @@ def _activate(
 @triton.jit
 def _finish(
     parts, picks, slots, unit, out, hidden, share, count,
-    TOP_K: tl.constexpr, SPLITS: tl.constexpr, CHAINED: tl.constexpr,
+    TOP_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One block of 128 outputs of a token: its picks added in the order of k, [tokens, hidden] fp32. Picks without a
     slot count for nothing; where TOP_K is 1 (each pick by itself) they leave their place as it is."""
-    chained(CHAINED)
     token, block = tl.program_id(0), tl.program_id(1)
     column = block * 128 + tl.arange(0, 128)[None, :]
     if TOP_K == 1:  # noqa: SIM102
@@ -323,11 +317,12 @@ def _finish(
     tl.store(out + token.to(tl.int64) * hidden + column, total)
 
 
-# Of a decode step: WARPS of a program have ACROSS tile columns each and take DOWN tiles of each at a time; SPLITS parts
-# of K, since a step has few experts and many programs are wanted.
-GATE_UP = {"DOWN": 2, "ACROSS": 4, "WARPS": 2, "SPLITS": 8, "AHEAD": False}
-DOWN = {"DOWN": 2, "ACROSS": 4, "WARPS": 2, "SPLITS": 4, "AHEAD": False}
-PLAIN = {"ACROSS": 2, "WARPS": 4}  # in the interpreter: numpy takes many lanes at once
+# Of a decode step: WARPS of a program have ACROSS tile columns each and take DOWN tiles of each at a time, the next
+# loaded AHEAD. As many parts of K as give all processors of a device their RESIDENT warps when a row has its PICKS
+# experts, each part of LEAST tiles or more.
+DECODE = {"DOWN": 2, "ACROSS": 4, "WARPS": 1, "AHEAD": True}
+PLAIN = {"DOWN": 2, "ACROSS": 2, "WARPS": 4, "AHEAD": True}  # in the interpreter: numpy takes many lanes at once
+RESIDENT, PICKS, LEAST = 32, 8, 8
 # Of a chunk: DOWN x ACROSS tiles at a time. Loads that are made ahead through shared memory (STAGES above 1) cost more
 # than they hide: registers and many warps do.
 STAGES = 1
@@ -364,30 +359,29 @@ def _run(
     x, weights, flat = x.contiguous(), weights.contiguous(), picks.to(torch.int32).contiguous()
     unit, each = slots.shape[1], picks.shape[1]
     decode = len(picks) <= ROWS
-    linked = chain(device) if decode else {"CHAINED": False}
-    narrow = {} if asm else PLAIN
-    gate_up = _fitted({**GATE_UP, **narrow} if decode else CHUNK, d)
-    down = _fitted({**DOWN, **narrow} if decode else CHUNK, n)
+    if decode:
+        shape = DECODE if asm else PLAIN
+        gate_up, down = (_split(shape, d // 16, 2 * n // 16, device), _split(shape, n // 16, d // 16, device))
+        table, items, m = _decode_table(flat, 8 if len(picks) <= 8 else ROWS)
+    else:
+        gate_up = down = CHUNK
+        table, items, m = _chunk_table(flat, record.experts)
     kept = torch.int32 if decode else torch.float16
     turned = torch.empty(2, count, d, dtype=kept, device=device)
     parts = torch.empty(gate_up["SPLITS"], count, 2 * n, dtype=torch.float32, device=device)
     inner = torch.empty(count, n, dtype=kept, device=device)
     sums = torch.empty(down["SPLITS"], count, d, dtype=torch.float32, device=device)
-    if decode:
-        table, items, m = _decode_table(flat, 8 if len(picks) <= 8 else ROWS, linked)
-    else:
-        table, items, m = _chunk_table(flat, record.experts)
     product = _decode_product if decode else _chunk_product
-    _turn[(count, -(-d // 1024), 2)](x, flat, slots, unit, turned, d, each, count, BLOCKS=8, **linked)
+    _turn[(count, -(-d // 1024), 2)](x, flat, slots, unit, turned, d, each, count, BLOCKS=8)
     product(slots, record, table, items, m, turned, parts, count, False, gate_up, asm)
     _activate[(count, n // 128)](
-        parts, flat, slots, unit, weights, inner, d, n, count, limit, SPLITS=gate_up["SPLITS"], num_warps=1, **linked
+        parts, flat, slots, unit, weights, inner, d, n, count, limit, SPLITS=gate_up["SPLITS"], num_warps=1
     )
     product(slots, record, table, items, m, inner, sums, count, True, down, asm)
     # Products are rounded before they are added, so that the picks of a call are those of several.
     _finish[(count // top_k, d // 128)](
         sums, flat, slots, unit, out, d, n, count, TOP_K=top_k, SPLITS=down["SPLITS"], num_warps=1,
-        enable_fp_fusion=False, **linked,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -400,7 +394,6 @@ def _decode_product(
     lanes_product[((d if down_side else 2 * n) // 16 // across, items, shape["SPLITS"])](
         slots, slots.shape[1], table, x, parts, d, n, items, count, record.offsets[-1],
         DOWN_SIDE=down_side, MASK=_mask(record), BLOCKS=m // 8, ASM=asm, num_warps=shape["WARPS"], **shape,
-        **chain(x.device),
     )  # fmt: skip
 
 
@@ -420,19 +413,25 @@ def _mask(record: Exl3Record) -> int:
     return sum(1 << (CODEBOOKS.index(book) * KINDS + bits) for book, bits in record.kinds) or ALL
 
 
-def _fitted(shape: dict[str, int], inputs: int) -> dict[str, int]:
-    """With as many parts as whole steps of K allow."""
-    tiles = inputs // 16
-    splits = next(one for one in (shape["SPLITS"], 8, 4, 2, 1) if tiles % (one * shape["DOWN"]) == 0)
+def _split(shape: dict[str, int], tiles: int, columns: int, device: torch.device) -> dict[str, int]:
+    """`shape` and SPLITS, which the rows of a step have no say in. tiles: of K; columns: of tiles."""
+    warps, splits = columns // shape["ACROSS"] * PICKS, 1
+    while warps * splits < RESIDENT * _processors(device) and tiles % (2 * splits * LEAST) == 0:
+        splits *= 2
     return {**shape, "SPLITS": splits}
 
 
-def _decode_table(picks: Tensor, m: int, linked: dict[str, Any]) -> tuple[Tensor, int, int]:
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _decode_table(picks: Tensor, m: int) -> tuple[Tensor, int, int]:
     """(table, items, rows of an item) of `_distinct`."""
     count = picks.numel()
     size = triton.next_power_of_2(max(count, 2))
     table = torch.empty(size * (1 + m), dtype=torch.int32, device=picks.device)
-    _distinct[(1,)](picks, table, count, PICKS=size, M=m, **linked)
+    _distinct[(1,)](picks, table, count, PICKS=size, M=m)
     return table, size, m
 
 

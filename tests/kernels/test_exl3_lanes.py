@@ -120,8 +120,8 @@ def test_the_instructions_give_each_registers_number(half: int, book: int):
 
 def compiled(half_bits: int) -> Any:
     """Of gate and up, with mcg, for sm_90."""
-    shape = exl3_triton.GATE_UP
-    constants = {"DOWN_SIDE": False, "MASK": 1 << (32 + half_bits), "BLOCKS": 1, "ASM": True, "CHAINED": True, **shape}
+    shape = exl3_triton.DECODE
+    constants = {"DOWN_SIDE": False, "MASK": 1 << (32 + half_bits), "BLOCKS": 1, "ASM": True, "SPLITS": 4, **shape}
     types = {"slots": "*u8", "table": "*i32", "x": "*i32", "parts": "*fp32"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in product.arg_names}
     whole = {
@@ -130,13 +130,13 @@ def compiled(half_bits: int) -> Any:
         if kind != "constexpr" and name not in ("items", "count")
     }
     source = ASTSource(fn=product, signature=signature, constexprs=constants, attrs=whole)
-    options = {"num_warps": shape["WARPS"], "launch_pdl": True}
+    options = {"num_warps": shape["WARPS"]}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def test_all_tensors_have_a_value_a_lane_and_nothing_goes_through_shared_memory():
     """A weight takes at most six and a half operations of a lane, all that a step does counted: see docs/results.md."""
-    made, shape = compiled(6), exl3_triton.GATE_UP
+    made, shape = compiled(6), exl3_triton.DECODE
     layouts = re.findall(r"^#\S+ = (#ttg.*)$", made.asm["ttgir"], re.M)
     assert layouts == [
         f"#ttg.blocked<{{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [{shape['WARPS']}], order = [0]}}>"
