@@ -21,7 +21,7 @@ def group_of(half: int) -> int:
 
 @triton.constexpr_function
 def end_of(half: int, weight: int) -> int:
-    """How many bits of a group are behind those of its so manieth weight."""
+    """How many bits of a group are behind those of one of its weights."""
     group = group_of(half)
     return int((group - 1 - weight) * (half // 2) + half % 2 * (group // 2 - (weight + 1) // 2))
 
@@ -37,7 +37,7 @@ def decoding(half: int, book: int) -> str:
     """PTX. $0 ..: the group's weights; then operands: the word it ends in, the one before, how many bits it leaves in
     the first, and the same plus `beyond`."""
     group, far = group_of(half), beyond(half)
-    lines = ["{ .reg .b32 s, u, v, one, scale, offset, low, high, low<8>, high<8>; .reg .b16 p, q;"]
+    lines = ["{ .reg .b32 s, u, v, one, scale, offset, low<8>, high<8>; .reg .b16 p, q;"]
     if book == 2:
         number = "mul.lo.u32 s, s, 0x83DCD12D; dp4a.u32.u32 s, s, one, 0x6400; fma.rn.f16x2 $%d, s, scale, offset;"
         lines.append("mov.b32 one, 0x01010101; mov.b32 scale, 0x1EEE1EEE; mov.b32 offset, 0xC931C931;")
