@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -110,6 +111,31 @@ TOTALS = 8
 KEPT_STEPS = 8  # whose wishes wait for whoever asks; a rank that nobody asks keeps no more
 
 
+class Here:
+    """A copy of a tensor of a CUDA device on the host, sent along with the device's work."""
+
+    def __init__(self, there: Tensor) -> None:
+        self._there, self._copy = there, torch.zeros(there.shape, dtype=there.dtype, pin_memory=True)
+        self._behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._fresh = False
+
+    def send(self) -> None:
+        self._copy.copy_(self._there, non_blocking=True)
+        self._behind.record()
+        self._fresh = True
+
+    def stale(self) -> None:
+        """What is there has changed since."""
+        self._fresh = False
+
+    def now(self) -> npt.NDArray[np.float64] | None:
+        """None: stale."""
+        if not self._fresh:
+            return None
+        self._behind.synchronize()
+        return self._copy.numpy().copy()
+
+
 class DemandTap:
     """What the router wanted, before residency was applied, by lane. A layer leaves its tensors here; they are added up
     together, once a step.
@@ -134,6 +160,7 @@ class DemandTap:
         self._kept: dict[int, int] = {}
         self.wishes: deque[list[Wish]] = deque([[]], maxlen=KEPT_STEPS)
         self.light, self.enabled = light, True
+        self._here = Here(self._totals) if device.type == "cuda" else None
 
     @property
     def counts(self) -> Tensor:
@@ -149,6 +176,12 @@ class DemandTap:
     def totals(self) -> Tensor:
         self.add_up()
         return self._totals
+
+    def totals_here(self) -> npt.NDArray[np.float64]:
+        """`totals` on the host. Behind a step they have come along with it: nobody waits for the device again."""
+        self.add_up()
+        here = None if self._here is None else self._here.now()
+        return self._totals.cpu().numpy() if here is None else here
 
     def record(
         self,
@@ -199,6 +232,7 @@ class DemandTap:
 
     def add_up(self) -> None:
         """What the layers left since the last time. Layers with the same rows are added together."""
+        adds = bool(self._whole or self._seen)
         for whole in self._whole:
             self._add(whole)
         seen, self._seen, self._whole = self._seen, [], []
@@ -207,6 +241,8 @@ class DemandTap:
             self._add(_stacked([one for one in seen if one.lane_of_row is rows]))
             seen = [one for one in seen if one.lane_of_row is not rows]
         self._kept = {}
+        if adds and self._here is not None:
+            self._here.send()
 
     def _counting(self, seen: Together) -> Tensor | None:
         """The rows that count; None: all."""
@@ -302,6 +338,8 @@ class DemandTap:
         self._counts[lane].zero_()
         self._mass[lane].zero_()
         self._totals[lane].zero_()
+        if self._here is not None:
+            self._here.stale()
         return taken
 
 
