@@ -74,7 +74,7 @@ def fetch(
     DIR/tidelm-fetch.json says where all came from, with the sha256 of each. --dense puts files together that hold no
     routed experts: they are smaller than the hub's, and no sum of them is published. HF_TOKEN and HF_ENDPOINT count.
     Other nodes take the files from this one, through ssh, once they are here: they come over the internet once. Then:
-    `tidectl doctor PROFILE`, and with --deep every byte.
+    `tidectl plan PROFILE`, `tidectl doctor PROFILE` (with --deep it reads every byte), `tidectl start PROFILE`.
 
     \b
       tidectl fetch deepseek-ai/DeepSeek-V4.1-Flash --dry-run

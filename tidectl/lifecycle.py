@@ -137,4 +137,8 @@ def _report(profile: Path, directory: Path, ranks: list[RankState], as_json: boo
         return
     name = profiles.name_of(str(profile))
     model = (now.health or {}).get("model") or "the model"
-    say(f"{model} serves at {now.url} (profile {name})" if now.url else f"{name}: the ranks of this machine are ready")
+    if not now.url:
+        say(f"{name}: the ranks of this machine are ready")
+        return
+    say(f"{model} serves at {now.url} (profile {name})")
+    say(f"ask it: tidectl chat; watch it: tidectl top, or {now.url}/expert-map; end it: tidectl stop", "dim")

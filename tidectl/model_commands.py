@@ -184,6 +184,8 @@ def fit(
 
     \b
       tidectl fit zai-org/GLM-5.3-BF16 owner/GLM-5.3-abliterated --out glm53.ablation.safetensors
+
+    In a profile then: [model] ablation = "glm53.ablation.safetensors", a path from where the profile is.
     """
     from tidectl import fit as fitting
 
@@ -209,7 +211,8 @@ def synth(
 ) -> None:
     """Write made-up weights in a released model's shapes. To try what a machine can hold, and how fast.
 
-    Names, formats and shards are the released model's; answers are noise. A profile whose model.path is DIR serves it.
+    Names, formats and shards are the released model's; answers are noise. A profile whose model.path is DIR
+    serves it (`tidectl plan` and `start`).
     What is ended goes on where it stopped when it is run again.
 
     \b

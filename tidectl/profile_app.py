@@ -4,7 +4,15 @@ import typer
 
 from tidectl.options import Json, Profile
 
-profile = typer.Typer(help="Check, list and explain profiles.", no_args_is_help=True, rich_markup_mode=None)
+HELP = """Check, list and explain profiles.
+
+\b
+  tidectl profile list
+  tidectl profile show mini-deepseek   every key, with what it does
+  tidectl profile check my-profile.toml
+  tidectl start my-profile.toml
+"""
+profile = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
 @profile.command("check")

@@ -87,7 +87,8 @@ def _prefix(options: Options) -> str:
         raise UsageError("systemd reads such letters in its own way", where=prefix, hint="choose another --prefix")
     program = options.root / prefix.lstrip("/") / "bin" / "tided"
     if not os.access(program, os.X_OK):
-        raise UsageError("there is no program", where=str(program), hint=f"make install PREFIX={prefix}")
+        into = "" if options.root == Path("/") else f"DESTDIR={options.root} "
+        raise UsageError("there is no program", where=str(program), hint=f"make install {into}PREFIX={prefix}")
     real = program.resolve()
     for path in (Path(prefix), real, (real.parent / "python").resolve()):
         _refuse_hidden(path, options.root)

@@ -7,7 +7,15 @@ import typer
 
 from tidectl.options import Json
 
-service = typer.Typer(help="The service's units for systemd.", no_args_is_help=True, rich_markup_mode=None)
+HELP = """The service's units for systemd.
+
+\b
+  tidectl service install --dry-run   what would be written
+  tidectl service install
+  systemctl enable --now tided.target tided@mini-deepseek
+  tidectl status
+"""
+service = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 Prefix = Annotated[
     Path | None,
@@ -56,8 +64,19 @@ def service_uninstall(
 
 
 @service.command("show")
-def service_show(prefix: Prefix = None, root: Root = Path("/"), json: Json = False) -> None:
+def service_show(
+    prefix: Prefix = None,
+    root: Root = Path("/"),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="The differences to what is there instead, as `install --dry-run`.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """Show the files that `install` writes. Of each whether it is there, older, or changed by hand."""
     from tidectl import service
 
-    service.show(service.Options(prefix, root.absolute(), True, False), json)
+    options = service.Options(prefix, root.absolute(), True, False)
+    if dry_run:
+        service.install(options, json)
+    else:
+        service.show(options, json)

@@ -123,7 +123,7 @@ def rank_cells(rank: Rank, time_s: float) -> dict[str, str]:
 def _known(now: Snapshot, time_s: float) -> list[tuple[str, str]]:
     uptime = duration(time_s - now.started) if now.started else ""
     rows = [("profile", now.profile), ("uptime", uptime), ("url", now.url), *health_rows(now.health or {})]
-    rows += [("tide", tide_line(now)), *(("memory", memory_line(one, len(now.machines))) for one in now.machines)]
+    rows += [("policy", policy_line(now)), *(("memory", memory_line(one, len(now.machines))) for one in now.machines)]
     return [(label, text) for label, text in rows if text]
 
 
@@ -163,8 +163,8 @@ def residents_line(health: dict[str, Any]) -> str:
     return f"{residents} of {total} experts ({share}){plan}"
 
 
-def tide_line(now: Snapshot) -> str:
-    """How the residents follow the traffic, by the profile as it is now."""
+def policy_line(now: Snapshot) -> str:
+    """How the residents are to follow the traffic, by the profile as it is now. How they do, `tidectl top` shows."""
     from tided.profile import load
 
     if now.health is None:

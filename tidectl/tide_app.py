@@ -8,7 +8,14 @@ import typer
 from tidectl.options import Json
 from tidectl.profiles import names as profile_names
 
-tide = typer.Typer(help="What the server has learned of its traffic.", no_args_is_help=True, rich_markup_mode=None)
+HELP = """What the server has learned of its traffic.
+
+\b
+  tidectl tide show
+  tidectl tide export learned.json
+  tidectl tide reset mini-deepseek
+"""
+tide = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 TIDE_PROFILE_HELP = "Whose history.  [default: that of the profile that runs, or ran last]"
 TideProfile = Annotated[

@@ -438,6 +438,14 @@ def test_a_dry_run_brings_nothing(hub: Hub, source: Path, tmp_path: Path, capsys
     assert "to come: " in seen.err
 
 
+@pytest.mark.parametrize("name", ["model", "a/b/c", "a/b@main", "https://hub/a/b", "a/b\n", "a b/c", ""])
+def test_what_is_no_name_of_a_repository_is_a_wrong_call(hub: Hub, tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="is no repository") as refused:
+        run(Options(name, tmp_path), False)
+    assert refused.value.exit_code == 2
+    assert "--revision" in refused.value.hint
+
+
 def test_one_fetch_at_a_time(hub: Hub, tmp_path: Path) -> None:
     with _alone(tmp_path), pytest.raises(UnavailableError, match="another fetch"):
         bring(tmp_path)

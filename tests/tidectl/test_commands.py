@@ -78,12 +78,66 @@ def test_every_option_is_explained_and_every_example_can_be_typed(tidectl: Tidec
         shown = tidectl(*path, "--help").stdout
         assert "range>" not in shown
         assert all(option.help for option in command.params)
-        examples += re.findall(r"^    tidectl (.+)$", shown, re.MULTILINE)
+        examples += re.findall(r"^    tidectl (.+?)(?:   .*)?$", shown, re.MULTILINE)
     assert len(examples) >= 12
-    for example in examples:
-        words = shlex.split(example.partition("<")[0])
-        depth = 2 if words[0] == "profile" else 1
-        tree[tuple(words[:depth])].make_context("example", words[depth:])
+    assert [(example, wrong(example)) for example in examples if wrong(example)] == []
+
+
+def wrong(example: str) -> str:
+    """What is wrong with a call, by the kind of error; empty where its words are understood. Nothing is run."""
+    words = shlex.split(re.split(r" [<>|&;] ?", f"{example} ")[0], comments=True)
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return f"no command {words[0]}"
+        command = command.commands[words.pop(0)]
+    if {"-h", "--help", "--version"} & {*words}:
+        return ""
+    try:
+        command.make_context("example", words)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer has no public class for a wrong call
+            raise
+        return type(error).__name__
+    return ""
+
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "minis/README.md")),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "profiles").glob("*.toml"),
+]
+
+
+def test_every_example_of_the_pages_can_be_typed() -> None:
+    """On lines of their own; what stands between backquotes may leave out what a command needs."""
+    lines, mentions = [], []
+    for page in PAGES:
+        text = page.read_text()
+        lines += re.findall(r"^(?:# *)?(?: {4})?(?:\S*/)?tidectl (.+)$", text, re.MULTILINE)
+        mentions += [re.sub(r"\b[A-Z]\b", "1", one) for one in re.findall(r"`tidectl ([^`\n]+)`", text)]
+    assert len(lines) > 30
+    assert len(mentions) > 100
+    parts = [part for line in lines for part in re.split(r"&& (?:\S*/)?tidectl ", line)]
+    assert [(part, wrong(part)) for part in parts if wrong(part)] == []
+    absent = ("", "MissingParameter", "BadOptionUsage", "NoArgsIsHelpError")
+    assert [(mention, wrong(mention)) for mention in mentions if wrong(mention) not in absent] == []
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        "tide import a.json mini-deepseek --mergge",
+        "bench verfy r.json",
+        "bench verify r.json --nope",
+        "service install --perfix /opt/tidelm",
+        "profile chek mini-deepseek",
+        "stat",
+        "fetch",
+    ],
+)
+def test_an_example_that_cannot_be_typed_is_found(example: str) -> None:
+    assert wrong(example)
 
 
 def test_what_a_command_does_is_not_cut_off_in_a_list(tidectl: Tidectl, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,8 +291,10 @@ def test_a_domain_with_too_few_texts_is_told_and_counted(tmp_path: Path, capsys:
     [
         ("--plot", "absent/loss.png", "absent is no directory"),
         ("--plot", "mine.jsonl/loss.png", "mine.jsonl is no directory"),
-        ("--plot", ".", "is a directory"),
-        ("--plot", "x" * 300, "File name too long"),
+        ("--plot", "loss.jpg", "a plot is a PNG"),
+        ("--plot", ".", "a plot is a PNG"),
+        ("--plot", "dir.png", "is a directory"),
+        ("--plot", "x" * 300 + ".png", "File name too long"),
         ("--points", "absent/points.jsonl", "absent is no directory"),
         ("--points", ".", "is a directory"),
         ("--points", "mine.jsonl", "no points of an evaluation"),
@@ -304,11 +306,12 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_scored(
     monkeypatch.setattr("tidectl.evals.run.Offline", lambda *_: pytest.fail("the engine was started"))
     monkeypatch.setattr("tidectl.evals.run.Server", lambda *_: pytest.fail("a server was asked"))
     (tmp_path / "mine.jsonl").write_text("{}")
+    (tmp_path / "dir.png").mkdir()
     for where in (["mini-deepseek"], ["--url", "http://127.0.0.1:1"]):
         ran = tidectl("eval", *where, option, str(tmp_path / place))
         assert ran.exit_code in (2, 65, 69)
         assert told in ran.stderr
-        assert [path.name for path in tmp_path.iterdir()] == ["mine.jsonl"]
+        assert {path.name for path in tmp_path.iterdir()} == {"mine.jsonl", "dir.png"}
     assert (tmp_path / "mine.jsonl").read_text() == "{}"
 
 

@@ -73,7 +73,8 @@ def test_start_status_logs_stop(tidectl: Tidectl, profile: Path, state: Path) ->
     url = f"http://127.0.0.1:{supervisor_port(profile)}"
     started = tidectl("start", str(profile))
     assert (started.exit_code, started.stdout) == (0, "")
-    assert f"mini serves at {url} (profile {profile})" in started.stderr
+    assert f"mini serves at {url} (profile {profile})\n" in started.stderr
+    assert started.stderr.endswith(f"or {url}/expert-map; end it: tidectl stop\n")
     assert state.stat().st_mode & 0o777 == 0o700
 
     status = tidectl("status")
@@ -84,7 +85,7 @@ def test_start_status_logs_stop(tidectl: Tidectl, profile: Path, state: Path) ->
     assert rows["url"] == url
     assert (rows["model"], rows["lanes"]) == ("mini", "1 of 2 busy, 4 waiting")
     assert rows["residents"] == "312 of 480 experts (65.0 % of them), plan 3"
-    assert rows["tide"] == "sensitivity high, no hot ring"
+    assert rows["policy"] == "sensitivity high, no hot ring"
     assert re.fullmatch(r"\d+\.\d of \d+\.\d GB available", rows["memory"])
     assert rows["rank"].split() == ["phase", "for", "process", "memory", "reads"]
     assert rows["0"].startswith("ready")

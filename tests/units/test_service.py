@@ -65,6 +65,21 @@ def test_the_files_are_written_once_and_name_the_program(root, run):
     assert tree(root) == written
 
 
+def test_show_with_dry_run_is_what_install_would_change(root, run):
+    asked, would = run("show", "--dry-run"), run("install", "--dry-run")
+    assert (asked.exit_code, asked.output) == (0, would.output)
+    assert "+ExecStart=/opt/tidelm/bin/tided" in asked.stdout
+    assert not (root / "etc").exists()
+    run("install")
+    assert run("show", "--dry-run").stdout == ""
+
+
+def test_an_image_without_the_program_is_told_how_to_get_it(root, run):
+    refused = run("install", prefix="/srv/tide")
+    assert refused.exit_code == 2
+    assert f"make install DESTDIR={root} PREFIX=/srv/tide\n" in refused.stderr
+
+
 def test_another_prefix_is_shown_as_a_difference_and_taken(root, run):
     run("install")
     program(root, "/srv/tide")

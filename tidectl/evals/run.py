@@ -88,6 +88,8 @@ def _refuse_unwritable(options: Options) -> None:
     if options.points:
         points.refuse(options.points)
     if options.plot:
+        if options.plot.suffix.lower() != ".png":
+            raise UsageError("a plot is a PNG", where=str(options.plot), hint="--plot FILE.png")
         refuse_unwritable(options.plot, "--plot")
 
 

@@ -1,5 +1,6 @@
 """Asks a hub which files there are, at which commit: a plan."""
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from tidectl.output import say
 from tidectl.waiting import Item, Show
 from tided.errors import DataError, TideError, UsageError
 
+MODEL = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 PATIENT_TRIES = 40  # a router that starts anew takes minutes, and nobody watches for hours: a quarter of an hour
 
 
@@ -25,6 +27,9 @@ def make_plan(options: Options, stop: threading.Event, show: Show) -> Plan:
     directory that holds something else."""
     if options.dense and (options.include or options.exclude):
         raise UsageError("--dense says itself which files it makes: --include and --exclude are for whole files")
+    if not MODEL.fullmatch(options.repository):
+        where = f"{options.repository}: " if options.repository.isprintable() else ""
+        raise UsageError(f"{where}is no repository", hint="owner/model of a hub; a commit or branch with --revision")
     show([Item("asking", options.repository)])
     begun = read_manifest(options.directory)
     repository = _pinned(options, begun, stop)
