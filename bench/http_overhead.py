@@ -65,6 +65,7 @@ class Source(SimpleNamespace):
             residency=Residency(1, 1, 1, ""),
             expert_reads={},
             data_plane={},
+            about={},
             seq=0,
             last_step_s=0.0,
             traces=None,

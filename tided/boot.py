@@ -29,7 +29,7 @@ from tided.engine.build import OpenedModel, Rank, build_rank, draft_depths, open
 from tided.engine.core import Engine, FollowerEngine
 from tided.engine.dataplane import TorchGroup
 from tided.engine.devices import allocating, refuse_shortage, use_device
-from tided.engine.facts import facts_of
+from tided.engine.facts import about, facts_of
 from tided.engine.flight import flight_path
 from tided.engine.leader import LeaderEngine
 from tided.engine.link_probe import LinkSpeed, measure
@@ -90,8 +90,8 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
         with closing(_history(opened, state_dir)) as history:
             pilot = _pilot(opened, history)
             with _phase("handshake", loop):
-                pairs = pilot.boot_pairs()
-                loop.joined(link.gather(facts_of(opened), pairs))
+                pairs, facts = pilot.boot_pairs(), facts_of(opened)
+                loop.joined(link.gather(facts, pairs))
             with _built(opened, 0, pairs, state_dir, loop) as built:
                 with _phase("other ranks", loop):
                     link.ready(built.residents.digest())
@@ -110,6 +110,7 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
                     nodes=nodes_of(opened),
                 )
                 engine.data_plane = built.link.about() if built.link else {}
+                engine.about = about(facts)
                 _serve(engine, 0, state_dir, loop)
 
 

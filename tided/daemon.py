@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make_room(settings.server.max_connections)
     import uvloop
 
-    code = uvloop.run(_run(settings, rank, keys, state))
+    code = uvloop.run(_run(settings, rank, keys, state, profile.stem))
     claim.release()
     return code
 
@@ -88,8 +88,8 @@ def _refused(state: StateFile | None, error: TideError) -> int:
     return error.exit_code
 
 
-async def _run(settings: Settings, rank: int, keys: Keys | None, state: StateFile) -> int:
-    daemon = Daemon(settings, rank, keys, state)
+async def _run(settings: Settings, rank: int, keys: Keys | None, state: StateFile, profile: str = "") -> int:
+    daemon = Daemon(settings, rank, keys, state, profile)
     error = await daemon.run()
     code = error.exit_code if error is not None else 0
     if error is not None or daemon.engine_is_alive:

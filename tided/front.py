@@ -31,7 +31,7 @@ class Front:
         self._keys.reload()
 
     @classmethod
-    async def open(cls, settings: Settings) -> Self:
+    async def open(cls, settings: Settings, profile: str = "") -> Self:
         """Raises UnavailableError: port in use; DataError: checkpoint or tokenizer; ConfigError: key file."""
         listener = listen_tcp(settings.server.host, settings.server.port, "server.port")
         try:
@@ -49,6 +49,7 @@ class Front:
                 identity=checkpoint.served_identity(),
                 overlay=checkpoint.overlay,
                 geometry=geometry,
+                profile=profile,
             )
             door = await Door.open(app, listener)
         except BaseException:

@@ -65,6 +65,24 @@ def affects(name: str, annotation: Any) -> str:
     raise TypeError(f"the setting {name} does not say what it affects")
 
 
+def machine() -> dict[str, Any]:
+    """Told and not compared. `processor`: its name, empty where the system has none for it; `cores`: this process's."""
+    return {
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
 def compare(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[Difference]:
     """Every fact that is not equal, by name; one that a side lacks shows as `(absent)`."""
     pairs = ((name, ours.get(name, ABSENT), theirs.get(name, ABSENT)) for name in sorted(ours.keys() | theirs.keys()))

@@ -45,8 +45,9 @@ STOP_MORE_S = 10.0  # the same at a stop, beside all that is waited for
 class Daemon:
     """The loop's side of a rank. Made and run on the loop; `LoopSide` of `tided.boot` for the engine thread."""
 
-    def __init__(self, settings: Settings, rank: int, keys: Keys | None, state: StateFile) -> None:
-        self._settings, self._rank, self._keys, self._state = settings, rank, keys, state
+    def __init__(self, settings: Settings, rank: int, keys: Keys | None, state: StateFile, profile: str = "") -> None:
+        """`profile`: its name, for who asks."""
+        self._settings, self._rank, self._keys, self._state, self._profile = settings, rank, keys, state, profile
         self._notifier = Notifier()
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[TideError | None] = self._loop.create_future()
@@ -120,7 +121,7 @@ class Daemon:
         if self._rank == 0:
             from tided.front import Front
 
-            self._front = await Front.open(self._settings)
+            self._front = await Front.open(self._settings, self._profile)
             self._operator = await self._open_operator()
             self._show("loading", "libraries")
         self._start_engine()

@@ -65,9 +65,11 @@ async def serve(engine, tokenizer, family):
             serves: Any = engine,
             geometry: Geometry | None = None,
             overlay: Overlay | None = None,
+            profile: str = "",
             **server: Any,
         ) -> Server:
             made, more = settings_with(**server), {"limits": limits, "geometry": geometry, "overlay": overlay}
+            more["profile"] = profile
             app = build_app(serves, tokenizer, family, made, identity="weights", **more)
             listener = socket.create_server(("127.0.0.1", 0))
             door = await Door.open(app, listener)

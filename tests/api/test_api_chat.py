@@ -393,7 +393,7 @@ async def test_the_real_client_fits(serve, ids):
 
     class Thread:
         residency = client_module.Residency(generation=0, residents=4, total=8, mask_hash="0")
-        last_step_s, seq, expert_reads, data_plane, living = 0.0, 0, (), (), (4, 4)
+        last_step_s, seq, expert_reads, data_plane, about, living = 0.0, 0, (), (), {}, (4, 4)
 
         def check(self, request):
             pass

@@ -4,12 +4,15 @@ import asyncio
 import hashlib
 import json
 import re
+import typing
 
+import msgspec
 import pytest
 from scripted_engine import said, settings_with
 
 from packers.overlay import Overlay
 from tided.api.auth import KeyRing
+from tided.api.small_routes import numbers_of, policy_of
 from tided.errors import ConfigError, QueueFullError, RequestError
 from tided.settings import Cache
 
@@ -40,6 +43,46 @@ async def test_health_tells_no_secrets(serve, keys):
     assert body["engine_config"]["cache"]["context_tokens"] == 4096
     assert "secret" not in text
     assert keys not in text
+
+
+async def test_health_tells_what_a_figure_is_of(serve, engine, monkeypatch):
+    """What the engine declares, the settings of policy, the profile's name."""
+    plain = engine.health
+    about = {
+        "build": {"tidelm": "1", "code": "ab"},
+        "checkpoint": dict.fromkeys(("identity", "dense", "family", "tokenizer"), "cd"),
+    }
+    machine = {"system": "Linux", "machine": "aarch64", "processor": "", "cores": 20, "device": "NVIDIA GB10"}
+    monkeypatch.setattr(engine, "health", lambda: plain() | about | {"machine": machine})
+    server = await serve(profile="pair")
+    async with server.session.get("/health") as response:
+        body = await response.json()
+    assert body.items() >= (about | {"machine": machine, "profile": "pair"}).items()
+    told = body["engine_policy"]
+    assert (told["tide"]["sensitivity"], told["tide"]["fidelity"], told["tide"]["record"]) == ("high", "fast", True)
+    assert (told["engine"]["prefill_share"], told["experts"]["source"]) == (0.3, "checkpoint")
+    assert "server" not in told
+
+
+def test_every_setting_is_told_once_or_is_a_path_an_address_or_a_key_s():
+    """Text in all places that name files, hosts and keys: none of it comes out."""
+    settings = settings_with()
+    for section in settings.__struct_fields__:
+        of = getattr(settings, section)
+        names = {
+            name: ("hidden",) if isinstance(getattr(of, name), tuple) else "hidden"
+            for name, hint in typing.get_type_hints(type(of), include_extras=True).items()
+            if isinstance(getattr(of, name), str | tuple)
+            if section in ("parallel", "server", "vision") or hint.__metadata__[-1].extra["path"]
+        }
+        settings = msgspec.structs.replace(settings, **{section: msgspec.structs.replace(of, **names)})
+    numbers, policy = numbers_of(settings), policy_of(settings)
+    assert "hidden" not in json.dumps([numbers, policy])
+    for section, told in policy.items():
+        of = getattr(settings, section)
+        paths = {name for name in of.__struct_fields__ if getattr(of, name) == "hidden"}
+        assert not told.keys() & numbers[section].keys()
+        assert {*told, *numbers[section], *paths} == {*of.__struct_fields__}
 
 
 async def test_health_and_metrics_tell_the_overlay(serve, tmp_path):

@@ -66,6 +66,21 @@ def test_the_processor_is_a_fact(monkeypatch):
     assert [(name, theirs) for name, _, theirs in differences] == [("processor", "another")]
 
 
+def test_of_the_facts_those_are_told_that_a_figure_is_of(monkeypatch):
+    monkeypatch.setenv("MKL_CBWR", "AVX2-of-somebody")
+    opened = open_model(settings_of(GOLDEN))
+    ours = facts_of(opened)
+    told = facts.about(ours | {"driver": "580.1", "library.nccl": "2.27.3"})
+    assert told["build"].keys() == {"tidelm", "code", "torch", "triton", "numpy", "nccl"}
+    assert (told["build"]["code"], told["build"]["torch"]) == (guard.code_digest(), ours["library.torch"])
+    assert told["machine"] == guard.machine() | {"device": ours["processor"], "driver": "580.1"}
+    assert told["machine"]["cores"] >= 1
+    assert told["checkpoint"]["identity"] == opened.checkpoint.identity()
+    assert told["checkpoint"].keys() == {"identity", "dense", "family", "tokenizer"}
+    assert not any(hidden in str(told) for hidden in ("AVX2-of-somebody", str(opened.checkpoint.path)))
+    assert "driver" not in facts.about(ours)["machine"]
+
+
 def test_the_tokenizer_is_a_fact_by_its_content(tmp_path):
     opened = open_model(settings_of(GOLDEN))
     ours = facts_of(opened)["tokenizer"]

@@ -10,10 +10,12 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
+from packers.shards import Checkpoint
 from tests.bundled import DEEPSEEK
 from tests.daemon.helpers import running, until
 from tests.e2e.conftest import ROOT, answer, ask, chunks, get, mini, post
 from tidectl.main import app
+from tided.guard import code_digest
 
 pytestmark = pytest.mark.xdist_group("serving")
 SECRET = "zanzibar-quartz-lantern"
@@ -95,6 +97,10 @@ async def test_models_and_health(model, pair):
     status, health = await get(pair.url, "/health")
     assert status == 200
     assert health["status"] in {"ok", "ready"}
+    assert health["build"]["code"] == code_digest()
+    assert health["profile"] == pair.profile.stem
+    assert health["machine"]["device"]
+    assert health["checkpoint"]["identity"] == Checkpoint.open(model.path).identity()
 
 
 async def test_the_other_api_gives_the_same_answer(pair):

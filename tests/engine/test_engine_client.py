@@ -236,6 +236,7 @@ async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
             last_step_s=0.0,
             expert_reads={"source": "pack"},
             data_plane={"sum_us": 12.0},
+            about={"build": {"code": "ab"}},
             living=(8, 9),
         )
     )
@@ -244,6 +245,8 @@ async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
         now[0] = at_s
         client.post(events)
         await asyncio.sleep(0)  # one turn of the loop: the wake-up runs
+
+    assert client.health()["build"] == {"code": "ab"}
 
     def speed():
         return client.health()["decode_tok_s"]
@@ -276,6 +279,7 @@ async def test_steps_that_arrive_with_one_wake_up_are_counted_once(monkeypatch):
             last_step_s=0.0,
             expert_reads={"source": "pack"},
             data_plane={"sum_us": 12.0},
+            about={"build": {"code": "ab"}},
             living=(8, 9),
         )
     )

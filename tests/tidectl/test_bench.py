@@ -233,6 +233,50 @@ def test_a_replay_that_is_slower_says_by_how_much(tidectl: Tidectl, answering: C
     assert "longer than the receipt says, 15% is no failure; load now" in ran.stderr
 
 
+def told(before: dict[str, object], load: float = 0.5) -> receipt.Receipt:
+    machine = {"cores": 2, "load": load}
+    return receipt.Receipt("now", {"code": "client"}, machine, {}, {"before": before, "after": {}}, [])
+
+
+BEFORE = {
+    "build": {"code": "a"}, "machine": {"device": "GB10"}, "model": "m", "checkpoint": {"identity": "c"},
+    "overlay": None, "engine_policy": {"tide": {"record": False}},
+    "engine_config": {"experts": {"resident": 4}, "expert_reads": {"curve": [1.0]}, "data_plane": {"sum_us": 3.0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, []),
+        ({"uptime_s": 5.0}, []),
+        ({"engine_config": BEFORE["engine_config"] | {"expert_reads": {}, "data_plane": {}}}, []),  # measured anew
+        ({"build": {"code": "b"}}, ["build"]),
+        ({"machine": {"device": "H200"}}, ["machine"]),
+        ({"model": "n"}, ["model"]),
+        ({"checkpoint": {"identity": "d"}}, ["checkpoint"]),
+        ({"overlay": {"sha256": "ab"}}, ["checkpoint"]),
+        ({"engine_config": {"experts": {"resident": 5}}}, ["settings"]),
+        ({"engine_policy": {"tide": {"record": True}}}, ["policy"]),
+    ],
+)
+def test_what_was_different_about_the_server_is_named(changed: dict[str, object], named: list[str]) -> None:
+    assert verify.differences(told(BEFORE), told(BEFORE | changed, load=9.0)) == named
+
+
+def test_of_a_server_that_tells_nothing_the_client_is_compared() -> None:
+    one, other = told({}), told({})
+    other.build["code"] = "another"
+    assert verify.differences(one, other) == ["build", "client"]
+    other.machine["cores"] = 4
+    assert verify.differences(one, other) == ["build", "machine", "client"]
+
+
+def test_the_address_is_kept_and_not_what_may_be_secret_in_it() -> None:
+    assert run._shown("https://me:word@host:8000/api?key=1#x") == "https://host:8000/api"
+    assert run._shown("http://[::1]:8000") == "http://[::1]:8000"
+
+
 def test_a_prompt_that_was_cached_has_no_speed() -> None:
     found = [
         next(table.rows(CaseResult("prefix", [[group]], receipt.summarise([[group]]))))[4]

@@ -63,7 +63,8 @@ class CaseResult(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Receipt(msgspec.Struct, forbid_unknown_fields=True):
-    """`server`: /health before and after, of a server that has one. `digest`: of everything else."""
+    """`build` and `machine`: the client's. `server`: its address, and its /health before and after, which tells build,
+    machine, checkpoint and settings of a TideLM server; of others nothing. `digest`: of everything else."""
 
     made: str
     build: dict[str, Any]

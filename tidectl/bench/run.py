@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from tidectl import about, http
 from tidectl.bench import measure, table
@@ -14,6 +15,7 @@ from tidectl.bench.receipt import CaseResult, Receipt, summarise, write
 from tidectl.output import emit, say
 from tidectl.progress import Progress
 from tidectl.writable import refuse_unwritable
+from tided import guard
 from tided.errors import TideError, UsageError
 
 WARM_TOKENS = 64
@@ -81,7 +83,7 @@ def measured(target: measure.Target, options: Options) -> Receipt:
             "temperature": target.temperature, "model": target.model, "fidelity": target.fidelity,
             "thinking": target.thinking,
         },
-        server={"before": before, "after": _health(target)},
+        server={"url": _shown(target.url), "before": before, "after": _health(target)},
         cases=results,
     ).sealed()  # fmt: skip
 
@@ -143,19 +145,10 @@ def _health(target: measure.Target) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Of the client: the server's own is in its /health."""
-    return {
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-    }
+    return guard.machine() | {"load": round(os.getloadavg()[0], 2), "python": platform.python_version()}
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+def _shown(url: str) -> str:
+    """Without what may be a secret: a name and a password, a query."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

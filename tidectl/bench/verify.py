@@ -11,6 +11,7 @@ from tidectl.output import console, emit, plain, say
 
 LOWER_IS_BETTER = {"ttft_s"}
 RESOLUTION = 1e-4  # of a median
+MEASURED = ("expert_reads", "data_plane")  # of engine_config: by each start anew
 
 
 class Verdict(NamedTuple):
@@ -77,17 +78,26 @@ def judge(old: CaseResult, new: CaseResult) -> Verdict:
 
 def differences(old: Receipt, new: Receipt) -> list[str]:
     """What was different about the server or the client: where something is, figures and texts may differ rightly."""
-    pairs = {
-        "build": (old.build, new.build),
-        "machine": (_without(old.machine, "load"), _without(new.machine, "load")),
-        "model": (old.server["before"].get("model"), new.server["before"].get("model")),
-        "settings": (old.server["before"].get("engine_config"), new.server["before"].get("engine_config")),
+    one, other = _told(old), _told(new)
+    return [name for name in one if one[name] != other[name]]
+
+
+def _told(receipt: Receipt) -> dict[str, object]:
+    """Build and machine are the server's where it tells them, else only the client's are known."""
+    server = receipt.server["before"]
+    return {
+        "build": server.get("build") or receipt.build,
+        "machine": server.get("machine") or _without(receipt.machine, "load"),
+        "client": (receipt.build, _without(receipt.machine, "load")),
+        "model": server.get("model"),
+        "checkpoint": (server.get("checkpoint"), server.get("overlay")),
+        "settings": _without(server.get("engine_config") or {}, *MEASURED),
+        "policy": server.get("engine_policy"),
     }
-    return [name for name, (one, other) in pairs.items() if one != other]
 
 
-def _without(facts: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in facts.items() if key != name}
+def _without(facts: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if key not in names}
 
 
 def _texts(case: CaseResult) -> list[str]:

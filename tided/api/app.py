@@ -43,9 +43,10 @@ def build_app(
     overlay: Overlay | None = None,
     limits: Limits | None = None,
     geometry: Geometry | None = None,
+    profile: str = "",
 ) -> web.Application:
     """`identity`: names the weights that are served, part of the fingerprint that replies carry. `geometry`: of its
-    vision tower, where images are taken.
+    vision tower, where images are taken. `profile`: its name.
 
     Raises ConfigError for an unusable key file and for an address that needs one, DataError for a tokenizer without
     the model's special tokens.
@@ -67,6 +68,7 @@ def build_app(
         viewers=Viewers(engine, settings.model.served_name),
         fingerprint=_fingerprint(identity, settings),
         overlay=overlay,
+        profile=profile,
     )
     app[METRICS] = Metrics(engine, settings.model.served_name, version("tidelm"), overlay.sha256 if overlay else "")
     app.on_response_prepare.append(add_headers)

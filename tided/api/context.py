@@ -24,7 +24,8 @@ _RETRY_MOST_S, _RETRY_DRAINING_S = 60, 30
 
 @dataclass(frozen=True)
 class Context:
-    """`fingerprint` changes with weights and numbers. `overlay`: under which the model is served."""
+    """`fingerprint` changes with weights and numbers. `overlay`: under which the model is served. `profile`: its
+    name, empty where there is none."""
 
     engine: Engine
     served: ServedModel
@@ -36,6 +37,7 @@ class Context:
     viewers: Viewers
     fingerprint: str
     overlay: Overlay | None = None
+    profile: str = ""
     started_s: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
     request_times_s: deque[float] = field(default_factory=lambda: deque([1.0], maxlen=32))

@@ -2,6 +2,7 @@
 
 import time
 import typing
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +19,7 @@ from tided.errors import RequestError
 from tided.settings import Settings
 
 MOST_STATS = 100
+POLICY = ("experts", "tide", "cache", "engine", "memory", "audit")  # sections without an address, a host, a key
 _STATUS = {"ready": "ok", "starting": "loading", "draining": "draining", "fault": "fault"}
 
 
@@ -42,11 +44,13 @@ async def health(request: web.Request) -> web.Response:
         "status": status,
         "engine": "tidelm",
         "model": context.served.settings.model.served_name,
+        "profile": context.profile,
         **engine,
         "overlay": _overlay(context.overlay),
         "max_context": context.served.context_tokens,
         "uptime_s": round(time.monotonic() - context.started_s, 3),
         "engine_config": {**numbers_of(context.served.settings), **measured},
+        "engine_policy": policy_of(context.served.settings),
     }
     return _json(body | ({"fault": fault} if fault else {}), status=200 if status == "ok" else 503)
 
@@ -92,18 +96,27 @@ async def trace(request: web.Request) -> web.Response:
 
 def numbers_of(settings: Settings) -> dict[str, dict[str, Any]]:
     """The settings that change what is computed, by section. By their kind no path, address or key is among them."""
+    return _told(settings, tuple(typing.get_type_hints(Settings)), lambda extra: extra.get("affects") == "numbers")
+
+
+def policy_of(settings: Settings) -> dict[str, dict[str, Any]]:
+    """The others on which it depends what is resident, and how fast. No path is among them."""
+    return _told(settings, POLICY, lambda extra: extra.get("affects") != "numbers" and not extra.get("path"))
+
+
+def _told(settings: Settings, sections: Sequence[str], wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     return {
         section: {
             name: msgspec.to_builtins(getattr(getattr(settings, section), name))
-            for name, hint in typing.get_type_hints(kind, include_extras=True).items()
-            if any((getattr(meta, "extra", None) or {}).get("affects") == "numbers" for meta in _metas(hint))
+            for name, hint in typing.get_type_hints(type(getattr(settings, section)), include_extras=True).items()
+            if any(wanted(extra) for extra in _extras(hint))
         }
-        for section, kind in typing.get_type_hints(Settings).items()
+        for section in sections
     }
 
 
-def _metas(hint: Any) -> tuple[Any, ...]:
-    return getattr(hint, "__metadata__", ())
+def _extras(hint: Any) -> list[dict[str, Any]]:
+    return [meta.extra for meta in getattr(hint, "__metadata__", ()) if getattr(meta, "extra", None)]
 
 
 def _card(context: Context, name: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class EngineThread(Protocol):
     last_step_s: float
     expert_reads: Mapping[str, Any]
     data_plane: Mapping[str, Any]
+    about: Mapping[str, Any]
     board: ExpertBoard
     figures: Figures
     token_bytes: Sequence[bytes | None]
@@ -318,6 +319,7 @@ class EngineClient:
                 "mask_hash": residency.mask_hash,
                 "expert_reads": dict(engine.expert_reads),
                 "data_plane": dict(engine.data_plane),
+                **engine.about,
                 "engine_seq": engine.seq,
                 "last_step_age_s": round(time.monotonic() - engine.last_step_s, 3),
             }

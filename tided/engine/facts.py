@@ -3,8 +3,11 @@
 Nothing is loaded for it: `tidectl guard` compares the same before a start."""
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +31,19 @@ def facts_of(opened: OpenedModel) -> dict[str, str]:
         tokenizer=_tokenizer(opened.checkpoint.path),
         **_device(opened.settings.engine.device),
     )
+
+
+def about(facts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """For /health, which anybody may ask: of the facts those that a figure is of, and this node's machine. Nothing of
+    the environment. `device`: the GPU's name, on CPU the instructions that torch computes with."""
+    libraries = {name.removeprefix("library."): fact for name, fact in facts.items() if name.startswith("library.")}
+    driver = {"driver": facts["driver"]} if "driver" in facts else {}
+    return {
+        "build": {"tidelm": version("tidelm"), "code": facts["code"], **libraries},
+        "machine": guard.machine() | {"device": facts["processor"]} | driver,
+        "checkpoint": {"identity": facts["checkpoint"]}
+        | {name: facts[name] for name in ("dense", "family", "tokenizer")},
+    }
 
 
 def _tokenizer(checkpoint: Path) -> str:

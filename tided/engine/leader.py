@@ -71,6 +71,7 @@ class LeaderEngine(Engine):
         super().__init__(executor, on_fault, threads)
         self.expert_reads: Mapping[str, Any] = expert_reads or {}  # where experts come from, for who asks
         self.data_plane: Mapping[str, Any] = {}  # how fast the ranks add, alike
+        self.about: Mapping[str, Any] = {}  # build, machine and checkpoint, alike
         limits = scheduler.limits
         self.motion = Motion(hot_reads(executor, pilot), 1 + link.followers, limits.swaps, limits.look_rows)
         self.budgets = Budgets(executor.residents, self.motion, pilot, resident or executor.residents.count, nodes)

@@ -25,6 +25,7 @@ from tided.api.openapi.terms import (
 from tided.engine.types import Fidelity
 
 _NAME = text(1)
+_LIBRARIES = ("torch", "triton", "numpy", "nccl")
 _PAIRS = array(array(COUNT, 2, least=2))
 _NUMBERS = array(ANY_NUMBER)
 _DIGITS = said("A digit for each expert of a layer.", array(text(pattern="^[0-9]*$")))
@@ -71,7 +72,26 @@ SCHEMAS: dict[str, Schema] = {
                 ),
                 "max_context": COUNT,
                 "uptime_s": ANY_NUMBER,
-                "engine_config": said("Settings that change what is computed.", ANY_OBJECT),
+                "profile": said("Its name, as a start was given it.", text()),
+                "engine_config": said(
+                    "Settings that change what is computed, and what the start measured.", ANY_OBJECT
+                ),
+                "engine_policy": said("Settings on which it depends what is resident, and how fast.", ANY_OBJECT),
+                "build": said(
+                    "What computes, once it serves: of all ranks. `code`: digest of the sources.",
+                    told({"tidelm": _NAME, "code": _NAME}, dict.fromkeys(_LIBRARIES, _NAME)),
+                ),
+                "machine": said(
+                    "Of rank 0, once it serves. `device`: the GPU, on CPU the instructions that are used.",
+                    told(
+                        {"system": text(), "machine": text(), "processor": text(), "cores": COUNT},
+                        {"device": _NAME, "driver": _NAME},
+                    ),
+                ),
+                "checkpoint": said(
+                    "Names its content, once it serves. `dense`: of another checkpoint's dense weights, or none.",
+                    told(dict.fromkeys(("identity", "dense", "family", "tokenizer"), _NAME)),
+                ),
                 "fault": _NAME,
             },
             "required": ["status", "engine", "model", "busy", "lanes", "queue", "max_context", "engine_config"],
