@@ -273,7 +273,9 @@ class Life:
         began_s = time.monotonic()
         self.living.close()
         if self.image is not None and self.plan.rank == 1:
-            shutil.copytree(self.folder / "cache" / "0", self.image / "cache" / "0")
+            with suppress(shutil.Error):  # as above: rank 0's writer may have a file in hand
+                mine = self.folder / "cache" / "0"
+                shutil.copytree(mine, self.image / "cache" / "0", copy_function=copy_what_is_there)
             self.history.close()
             shutil.copytree(self.folder / "history", self.image / "history")
         if time.monotonic() - began_s > END_S:
