@@ -17,9 +17,9 @@ def purge(
 ) -> None:
     """Remove what requests left on this machine's disk.
 
-    Kept prompts, parked contexts, logs and flight recorders; what goes is shown first. Refused while something runs with this state directory. Keys, node.toml and the record of
-    the last run stay; so do the histories, which hold counts and no text. Other nodes keep theirs until it is run
-    there; lines that the service wrote are the journal's.
+    Kept prompts, parked contexts, logs and flight recorders; what goes is shown first. Refused while something runs
+    with this state directory. Keys, node.toml and the record of the last run stay; so do the histories, which hold
+    counts and no text. Other nodes keep theirs until it is run there; lines that the service wrote are the journal's.
 
     \b
       tidectl purge

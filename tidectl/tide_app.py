@@ -31,9 +31,10 @@ def tide_show(profile: TideProfile = None, json: Json = False) -> None:
     each topic of the seed. Neither was measured while it served: that is the coverage of `tidectl top`. "at a start"
     and "of its bytes" are how much of a layer is kept, whoever wants it.
     """
-    from tidectl import profiles, tide
+    from tidectl import profiles
+    from tidectl.tide.show import show
 
-    tide.show(profiles.find(profile) if profile else None, json)
+    show(profiles.find(profile) if profile else None, json)
 
 
 @tide.command("export")
@@ -44,9 +45,10 @@ def tide_export(
 ) -> None:
     """Write a history to a file, for `tidectl tide import`. Counts of picks over all requests, no text. The daemon may
     be running."""
-    from tidectl import profiles, tide
+    from tidectl import profiles
+    from tidectl.tide import histories
 
-    tide.export(file, profiles.find(profile) if profile else None, json)
+    histories.export(file, profiles.find(profile) if profile else None, json)
 
 
 @tide.command("import")
@@ -63,9 +65,10 @@ def tide_import(
       tidectl tide export learned.json
       tidectl tide import learned.json mini-deepseek --merge
     """
-    from tidectl import profiles, tide
+    from tidectl import profiles
+    from tidectl.tide import histories
 
-    tide.import_(file, profiles.find(profile) if profile else None, merge, replace, json)
+    histories.import_(file, profiles.find(profile) if profile else None, merge, replace, json)
 
 
 @tide.command("merge")
@@ -76,9 +79,9 @@ def tide_merge(
     json: Json = False,
 ) -> None:
     """Add two exported histories of one model."""
-    from tidectl import tide
+    from tidectl.tide import histories
 
-    tide.merge(one, other, out, json)
+    histories.merge(one, other, out, json)
 
 
 @tide.command("reset")
@@ -91,9 +94,10 @@ def tide_reset(
 
     Refused while a daemon records.
     """
-    from tidectl import profiles, tide
+    from tidectl import profiles
+    from tidectl.tide import histories
 
-    tide.reset(profiles.find(profile) if profile else None, yes, json)
+    histories.reset(profiles.find(profile) if profile else None, yes, json)
 
 
 @tide.command("simulate")

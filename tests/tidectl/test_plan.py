@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.tidectl.canned import Tidectl
 from tests.tidectl.test_tide import MINI, learn, model  # noqa: F401  (fixture)
 from tidectl import plan as planning
-from tidectl import profiles, tide
+from tidectl import profiles
+from tidectl.tide.model import Model
 from tided.engine.build import OpenedModel
 from tided.profile import load
 from tided.tide.coverage import best_set, covered, curve
@@ -107,7 +108,7 @@ def test_a_device_with_memory_of_its_own_holds_the_experts(released: OpenedModel
     assert refused["largest_resident"] < 10_000
 
 
-def test_a_small_model_on_this_machine_and_what_its_history_covers(tidectl: Tidectl, model: tide.Model) -> None:  # noqa: F811
+def test_a_small_model_on_this_machine_and_what_its_history_covers(tidectl: Tidectl, model: Model) -> None:  # noqa: F811
     seeded = planned(tidectl, "mini-deepseek")["coverage"]
     assert seeded["of"] == "the seed"
     learn(model, expert=47)

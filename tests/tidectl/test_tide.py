@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.tidectl.canned import Canned, Tidectl
-from tidectl import running, tide
+from tidectl import running
+from tidectl.tide.model import Model, model_of
 from tided.engine.build import open_model
 from tided.tide.demand import vote_of
 from tided.tide.history import History
@@ -22,8 +23,8 @@ LAYERS, EXPERTS = 10, 48
 
 
 @pytest.fixture
-def model(state: Path) -> tide.Model:
-    return tide._model(MINI)
+def model(state: Path) -> Model:
+    return model_of(MINI)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def short_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tided.tide.history.LOCK_TIMEOUT_S", 0.1)
 
 
-def learn(model: tide.Model, requests: int = 6, expert: int = 47) -> History:
+def learn(model: Model, requests: int = 6, expert: int = 47) -> History:
     """Requests that want one expert of each layer above all."""
     history = History.open(model.history.parent, model.identity, model.shape, record=True)
     counts = np.ones((LAYERS, EXPERTS))
@@ -42,7 +43,7 @@ def learn(model: tide.Model, requests: int = 6, expert: int = 47) -> History:
     return history
 
 
-def requests_of(model: tide.Model) -> int:
+def requests_of(model: Model) -> int:
     return History.open(model.history.parent, model.identity, model.shape, record=False).demand.requests
 
 
@@ -118,7 +119,7 @@ def test_a_running_daemon_tells_its_residents_by_layer(tidectl, model, monkeypat
 
 def test_where_experts_differ_in_size_the_set_of_a_start_is_planned_by_bytes(tidectl, state, tmp_path):
     """The same that a rank would keep, told in bytes: their number alone says little."""
-    glm = tide._model(MINI.with_name("mini-glm.toml"))
+    glm = model_of(MINI.with_name("mini-glm.toml"))
     opened = open_model(glm.settings)
     assert opened.kinds.whole == glm.kinds.whole
     assert np.array_equal(opened.kinds.of, glm.kinds.of)
@@ -152,7 +153,7 @@ def test_an_export_moves_to_another_machine(tidectl, model, tmp_path, monkeypatc
     monkeypatch.setenv("TIDE_STATE_DIR", str(tmp_path / "other"))
     result = tidectl("tide", "import", str(file), str(MINI), "--json")
     assert json.loads(result.stdout) == {"schema": "tidectl.tide.import/1", "requests": 6, "aside": None}
-    assert requests_of(tide._model(MINI)) == 6
+    assert requests_of(model_of(MINI)) == 6
 
 
 def test_an_import_over_a_history_must_say_what_becomes_of_it(tidectl, model, tmp_path):
@@ -294,5 +295,5 @@ def test_a_damaged_history_is_told_of_and_not_exported(tidectl, model, tmp_path)
 def test_no_command_of_the_tide_waits_for_torch(server: Canned):
     import subprocess
 
-    code = "import sys, tidectl.tide; print('torch' in sys.modules)"
+    code = "import sys, tidectl.tide.show, tidectl.tide.histories; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
