@@ -176,7 +176,7 @@ def test_a_ring_entry_that_only_one_rank_has_ends_the_pair():
             residents = served.ranks[1].residents
             if len(residents.ring) > 1:  # the order in which they came; what is routable stays the same
                 first = residents.ring[0]
-                residents._ring[first] = residents._ring.pop(first)
+                residents._roles.ring[first] = residents._roles.ring.pop(first)
             return outcome
 
         served.ranks[1].executor.execute = tampered

@@ -26,12 +26,12 @@ from expert_fakes import (
     wait,
 )
 
-import tided.experts.residents as residents_module
-from kernels.formats import fp4_rows
 from tided.errors import DataError, PairError
+from tided.experts import first_set, under_way
 from tided.experts.arena import Arena
 from tided.experts.io import Depths, IoScheduler
-from tided.experts.residents import Residents, mask_hash
+from tided.experts.mask_hash import mask_hash
+from tided.experts.residents import Residents
 from tided.experts.source import CheckpointSource
 from tided.experts.tables import RoutingTables
 
@@ -221,7 +221,7 @@ def test_a_failed_boot_read_publishes_nothing():
 
 
 def test_a_disk_that_never_answers_is_an_error_not_a_hang(monkeypatch):
-    monkeypatch.setattr(residents_module, "HUNG_S", 0.05)
+    monkeypatch.setattr(under_way, "HUNG_S", 0.05)
     source = FakeSource()
     residents = filled(source=source)
     before, source.holds = state(residents), threading.Event()
@@ -235,7 +235,7 @@ def test_a_disk_that_never_answers_is_an_error_not_a_hang(monkeypatch):
 
 
 def test_a_first_set_from_a_disk_that_never_answers_is_an_error(monkeypatch):
-    monkeypatch.setattr(residents_module, "READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(first_set, "READ_TIMEOUT_S", 0.05)
     holds = threading.Event()
     residents = fake_residents(3, 8, 2, 12, 1, FakeSource(holds=holds))
     try:
@@ -349,82 +349,13 @@ def test_integrity_sees_a_ring_entry_nobody_holds_wrong_counts_and_a_layer_below
     residents.publish(numbers)
     residents.check_integrity()
     if damage == "ring":
-        residents._ring[0, 7] = residents._ring.pop((0, 6))
+        residents._roles.ring[0, 7] = residents._roles.ring.pop((0, 6))
     elif damage == "count":
-        residents._residents_of[0], residents._residents_of[1] = 5, 3
+        residents._roles.by_layer[:2] = 5, 3
     else:
-        residents.top_k = 5
+        residents._roles._top_k = 5
     with pytest.raises(PairError, match={"ring": "hot ring", "count": "count of a layer", "floor": "needs 5"}[damage]):
         residents.check_integrity()
-
-
-def test_the_hash_of_a_set_is_the_one_that_changes_add_up_to():
-    pairs = [(layer, expert) for layer in range(75) for expert in range(0, 256, 3)]
-    value = 0
-    for pair in pairs:
-        value ^= residents_module._key(pair, 256)
-    assert mask_hash(pairs, 256) == value == mask_hash(reversed(pairs), 256)
-    assert mask_hash([], 256) == 0
-
-
-def test_the_arena_is_one_aligned_block_with_a_null_slot_of_zeros():
-    arena = Arena(RECORD, 5, 2, CPU)
-    assert arena.data.shape == (8, RECORD.slot_bytes)
-    assert arena.data.is_contiguous()
-    assert arena.data.data_ptr() % 4096 == 0
-    assert RECORD.slot_bytes % 4096 == 0
-    assert arena.null == 7
-    taken = {arena.take() for _ in range(7)}
-    assert taken == set(range(7))  # the null slot is never given away
-    with pytest.raises(PairError, match="no free expert slot"):
-        arena.take()
-    assert not arena.data[arena.null].any()
-
-
-def test_the_null_slot_decodes_to_zero_weights():
-    """Zero bytes are not zero in every format: here a code 0 is 0.0, and its scale 2^-127 keeps it so."""
-    arena = Arena(RECORD, 1, 1, CPU)
-    for codes, scale in zip(RECORD.parts[:3], RECORD.parts[3:], strict=True):
-        cut = [
-            arena.data[arena.null, part.offset : part.offset + part.nbytes].view(part.rows, part.row_bytes)
-            for part in (codes, scale)
-        ]
-        weights = fp4_rows(*cut)
-        assert weights.shape == (codes.rows, 2 * codes.row_bytes)
-        assert not weights.any()
-
-
-def test_a_slot_is_used_only_as_its_state_allows():
-    arena = Arena(RECORD, 2, 1, CPU)
-    slot = arena.take()
-    arena.hold(slot, (0, 0))
-    for wrong in (
-        lambda: arena.hold(slot, (0, 1)),
-        lambda: arena.load(slot, lambda out: None),
-        lambda: arena.drop((0, 1)),
-        lambda: arena.hold(arena.take(), (0, 0)),
-    ):
-        with pytest.raises(PairError):
-            wrong()
-    with pytest.raises(ValueError, match="spare"):
-        Arena(RECORD, 2, 0, CPU)
-
-
-@pytest.mark.parametrize("damage", ["directory", "leak", "double"])
-def test_the_arenas_check_can_fail(damage):
-    arena = Arena(RECORD, 2, 2, CPU)
-    slots = [arena.take(), arena.take()]
-    arena.hold(slots[0], (0, 0))
-    arena.hold(slots[1], (0, 1))
-    arena.check()
-    if damage == "directory":
-        arena._slot_of[0, 0] = slots[1]
-    elif damage == "leak":
-        arena._free[0].pop()
-    else:
-        arena._free[0].append(slots[0])
-    with pytest.raises(PairError):
-        arena.check()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,153 @@
+"""Who is a resident and who an entry of the hot ring, among the pairs that lie in the arena: a role is an entry in a
+book, and changes without a byte being moved.
+
+No layer ever has fewer residents than its router picks, and of each size of records there are no more than places.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tided.errors import PairError
+from tided.experts.arena import Arena, Pair
+from tided.experts.mask_hash import indices
+from tided.experts.under_way import Reading
+
+PairSwap = tuple[Pair, Pair]  # (leaves, takes its place)
+
+
+class Roles:
+    """`ring`: its entries, the oldest first. Residents are counted by layer and by class of records."""
+
+    def __init__(self, arena: Arena, layers: int, top_k: int) -> None:
+        self._arena, self._top_k = arena, top_k
+        self.ring: dict[Pair, None] = {}
+        self.by_layer = [0] * layers
+        self.of_kind = [0] * len(arena.classes)
+
+    @property
+    def residents(self) -> list[Pair]:
+        """Sorted."""
+        return [pair for pair in self._arena.pairs if pair not in self.ring]
+
+    @property
+    def count(self) -> int:
+        return len(self._arena.directory) - len(self.ring)
+
+    def is_resident(self, pair: Pair) -> bool:
+        return pair not in self.ring and self._arena.slot_of(pair) is not None
+
+    def joined(self, pair: Pair) -> None:
+        """A resident more."""
+        self._count(pair, 1)
+
+    def left(self, pair: Pair) -> None:
+        """A resident less."""
+        self._count(pair, -1)
+
+    def exchanged(self, out: Pair, in_: Pair) -> None:
+        """`in_` is a resident in place of `out`."""
+        self.left(out)
+        self.joined(in_)
+
+    def adopted(self, pair: Pair, reading: Collection[Reading]) -> None:
+        """An entry of the ring becomes a resident, in a place that is free and that nothing is read for."""
+        kind = self._arena.kind_of(pair)
+        joining = sum(one.joins and self._arena.kind_of(one.pair) == kind for one in reading)
+        if pair not in self.ring or self.of_kind[kind] + joining >= self._arena.classes[kind].residents:
+            raise PairError(f"{pair} cannot become a resident: not in the ring, or there is no free place")
+        del self.ring[pair]
+        self.joined(pair)
+
+    def promoted(self, out: Pair, in_: Pair) -> None:
+        """A resident and an entry of the ring exchange roles."""
+        if in_ not in self.ring or not self.is_resident(out):
+            raise PairError(f"{out} and {in_} cannot exchange roles: not a resident and an entry of the ring")
+        self.check_size(out, in_)
+        del self.ring[in_]
+        self.ring[out] = None
+        self.exchanged(out, in_)
+
+    def check_first(self, pairs: Sequence[Pair]) -> None:
+        """Raises PairError unless these may be the first set."""
+        places = [one.residents for one in self._arena.classes]
+        wanted = Counter(map(self._arena.kind_of, pairs))
+        if self.count or len(set(pairs)) != len(pairs) or any(wanted[kind] > most for kind, most in enumerate(places)):
+            raise PairError(f"a first set of {len(pairs)} experts for {sum(places)} places, or given twice")
+        self.check_floor(Counter(layer for layer, _ in pairs))
+
+    def check_floor(self, count: Mapping[int, int] | Sequence[int] | None = None) -> None:
+        """`count`: residents by layer; None: as they are."""
+        count = self.by_layer if count is None else count
+        for layer in range(len(self.by_layer)):
+            if count[layer] < self._top_k:
+                raise PairError(f"layer {layer} would keep {count[layer]} experts, the router needs {self._top_k}")
+
+    def check_size(self, out: Pair, in_: Pair) -> None:
+        if self._arena.kind_of(out) != self._arena.kind_of(in_):
+            raise PairError(f"{out} and {in_} cannot exchange places: their records differ in size")
+
+    def check_swaps(self, swaps: Sequence[PairSwap]) -> None:
+        outs = [out for out, _ in swaps]
+        if len(set(outs)) != len(outs):
+            raise PairError("a plan moves an expert twice")
+        for out in outs:
+            if not self.is_resident(out):
+                raise PairError(f"a plan removes {out}, which is not resident")
+        count = list(self.by_layer)
+        for out, in_ in swaps:
+            count[out[0]] -= 1
+            count[in_[0]] += 1
+        self.check_floor(count)
+
+    def check_room(self, pair: Pair, out: Pair | None, joins: bool, reading: Collection[Reading]) -> None:
+        """Raises PairError unless a pair of this size may begin to be read now."""
+        kind_of = self._arena.kind_of
+        kind, places = kind_of(pair), self._arena.classes[kind_of(pair)]
+        alike = [one for one in reading if kind_of(one.pair) == kind]
+        swaps, joining = sum(one.out is not None for one in alike), sum(one.joins for one in alike)
+        if out is not None:
+            self.check_size(out, pair)
+            if swaps >= places.spare:
+                raise PairError(f"more than {places.spare} swaps cannot be read at once")
+        elif joins:
+            if self.of_kind[kind] + joining >= places.residents:
+                raise PairError(f"all {places.residents} places of residents are taken")
+        elif sum(kind_of(one) == kind for one in self.ring) + len(alike) - swaps - joining >= places.ring:
+            raise PairError(f"the hot ring of {places.ring} slots is full")
+
+    def check_without(self, evict: Sequence[Pair], residents: Sequence[int]) -> None:
+        """Raises PairError unless these may leave, and the others have room in so many places of each class."""
+        count, of_kind = list(self.by_layer), list(self.of_kind)
+        for pair in evict:
+            if not self.is_resident(pair):
+                raise PairError(f"{pair} is to make room, and is not resident")
+            count[pair[0]] -= 1
+            of_kind[self._arena.kind_of(pair)] -= 1
+        self.check_floor(count)
+        if len(set(evict)) != len(evict) or any(n > most for n, most in zip(of_kind, residents, strict=True)):
+            raise PairError(f"{of_kind} experts would be left for {list(residents)} places")
+
+    def check(self, routable: npt.NDArray[np.bool_]) -> None:
+        """routable [layers, experts], which is changed. Raises PairError unless the books agree with it."""
+        if any(pair not in self._arena.directory for pair in self.ring) or not self._ring_fits():
+            raise PairError("the hot ring and the expert directory differ")
+        routable.ravel()[indices(self.ring, routable.shape[1])] = False
+        if routable.sum(axis=1).tolist() != self.by_layer:
+            raise PairError("the count of a layer's residents is wrong")
+        of_kind = Counter(map(self._arena.kind_of, self.residents))
+        if any(of_kind[kind] != count for kind, count in enumerate(self.of_kind)):
+            raise PairError("the count of a size's residents is wrong")
+        if any(count > one.residents for count, one in zip(self.of_kind, self._arena.classes, strict=True)):
+            raise PairError("there are more residents than places")
+        self.check_floor()
+
+    def _ring_fits(self) -> bool:
+        entries = Counter(map(self._arena.kind_of, self.ring))
+        return all(entries[kind] <= one.ring for kind, one in enumerate(self._arena.classes))
+
+    def _count(self, pair: Pair, more: int) -> None:
+        self.by_layer[pair[0]] += more
+        self.of_kind[self._arena.kind_of(pair)] += more
