@@ -321,7 +321,7 @@ def _finish(
 # loaded AHEAD. As many parts of K as give all processors of a device their RESIDENT warps when a row has its PICKS
 # experts, each part of LEAST tiles or more.
 DECODE = {"DOWN": 2, "ACROSS": 4, "WARPS": 1, "AHEAD": True}
-PLAIN = {"DOWN": 2, "ACROSS": 2, "WARPS": 4, "AHEAD": True}  # in the interpreter: numpy takes many lanes at once
+PLAIN = {"DOWN": 2, "ACROSS": 1, "WARPS": 8, "AHEAD": True}  # in the interpreter: numpy takes many lanes at once
 RESIDENT, PICKS, LEAST = 32, 8, 8
 # Of a chunk: DOWN x ACROSS tiles at a time. Loads that are made ahead through shared memory (STAGES above 1) cost more
 # than they hide: registers and many warps do.

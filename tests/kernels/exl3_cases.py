@@ -101,6 +101,17 @@ def check_unknown_kinds(case: Case, device: str) -> None:
     assert torch.equal(fast(x, slots, other, picks, weights), fast(x, slots, record, picks, weights))
 
 
+def check_shapes(case: Case) -> None:
+    """In the interpreter: which lanes have which columns, and what is loaded ahead, has no say in any bit."""
+    given = problem(case, 4, "cpu")
+    wanted, usual = fast(*given), exl3_triton.PLAIN
+    try:
+        exl3_triton.PLAIN = {"DOWN": 1, "ACROSS": 4, "WARPS": 2, "AHEAD": False}
+        assert torch.equal(fast(*given), wanted), "a tile column or row is taken for another"
+    finally:
+        exl3_triton.PLAIN = usual
+
+
 def check_items(device: str) -> None:
     """A chunk of 8,192 rows in an arena of millions of pages: every pick once, in an item of its own expert, and no
     more items than a layer's experts can need."""
@@ -130,6 +141,7 @@ def main(device: str) -> None:
         check_parts(case, device)
     if small:
         check_unknown_kinds(SMALL[2], device)
+        check_shapes((128, 128, 1, 1, 1, WIDTHS[1:2]))
     given = problem(CHUNKS[0] if small else LARGE_CHUNKS[0], 2, device)
     assert torch.equal(fast(*given), fast(*given)), "a chunk's bits vary"
     print("ok")
