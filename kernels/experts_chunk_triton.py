@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.experts_triton import _fp8, _rounded, _sum, _tiles, _up_to
+from kernels.experts_triton import _fp8, _rounded, _tiles, _up_to, sum_of_picks
 from kernels.record import ExpertRecord
 
 
@@ -217,9 +217,7 @@ def grouped_experts(
     picks = picks.to(torch.int32).contiguous()
     outputs = torch.empty(tokens, top_k, d, dtype=torch.float32, device=x.device)
     pick_outputs(outputs, x, slots, record, picks, weights, limit, asm, distinct)
-    out = torch.empty(tokens, d, dtype=torch.float32, device=x.device)
-    _sum[(tokens, -(-d // 1024))](outputs, picks, out, d, top_k, SIZE=1024, CHAINED=False)
-    return out
+    return sum_of_picks(outputs, picks)
 
 
 def pick_outputs(

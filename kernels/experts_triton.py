@@ -316,8 +316,14 @@ def grouped_experts(
     picks = picks.to(torch.int32).contiguous()
     outputs = torch.empty(tokens, top_k, d, dtype=torch.float32, device=x.device)
     pick_outputs(outputs, x, slots, record, picks, weights, limit, asm)
-    out = torch.empty(tokens, d, dtype=torch.float32, device=x.device)
-    _sum[(tokens, -(-d // 1024))](outputs, picks, out, d, top_k, SIZE=1024, **chain(x.device))
+    return sum_of_picks(outputs, picks)
+
+
+def sum_of_picks(outputs: Tensor, picks: Tensor) -> Tensor:
+    """outputs [T, k, D] fp32, contiguous; picks [T, k] int32, -1: none -> [T, D], added in the order of k."""
+    tokens, top_k, d = outputs.shape
+    out = torch.empty(tokens, d, dtype=torch.float32, device=outputs.device)
+    _sum[(tokens, -(-d // 1024))](outputs, picks, out, d, top_k, SIZE=1024, **chain(outputs.device))
     return out
 
 

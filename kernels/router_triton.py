@@ -17,8 +17,9 @@ from kernels.rounding_triton import split_sum
 
 @dataclass(frozen=True)
 class Routed:
-    """As `router.Routing`, [R, k] each; slots int32, -1 for an expert that has none."""
+    """As `router.Routing`, [R, k] each; slots int32, of `ids`, -1 for an expert that has none."""
 
+    ids: Tensor
     weights: Tensor
     slots: Tensor
     wanted: Tensor
@@ -49,14 +50,16 @@ def _best(biased, score, expert, EP: tl.constexpr):
 
 @triton.jit
 def _route(
-    parts, bias, routable, slot_of, weights, slots, wanted, wanted_scores, wanted_weights, missed,
-    rows, experts, route_scale, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, SPLIT: tl.constexpr,
-    CHAINED: tl.constexpr,
+    parts, bias, routable, slot_of, ids, weights, slots, wanted, wanted_scores, wanted_weights, missed,
+    rows, experts, bias_stride, routable_stride, route_scale, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr,
+    SPLIT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     chained(CHAINED)
     row = tl.program_id(0)
     expert, k = tl.arange(0, EP), tl.arange(0, KP)
     there = expert < experts
+    bias += row * bias_stride
+    routable += row * routable_stride
     z = split_sum(parts, row, expert, there, rows, experts, SPLIT, EP)
     score = tl.sqrt_rn(tl.where(z > 20.0, z, _log1p(tl.exp(tl.minimum(z, 20.0)))))
     biased = tl.where(there, score + tl.load(bias + expert, mask=there, other=0.0), float("-inf"))
@@ -79,19 +82,21 @@ def _route(
     tl.store(wanted_weights + at, wish_score / (tl.sum(wish_score, 0) + 1e-20), mask=known)
     tl.store(missed + at, tl.load(routable + wish, mask=known, other=1) == 0, mask=known)
     tl.store(weights + at, id_score / (tl.sum(id_score, 0) + 1e-20) * route_scale, mask=known)
+    tl.store(ids + at, id_.to(tl.int64), mask=known)
     tl.store(slots + at, tl.load(slot_of + id_, mask=known, other=-1), mask=known)
 
 
 def route(
     parts: Tensor, bias: Tensor, routable: Tensor, slot_of: Tensor, top_k: int, scale: float, out: Routed
 ) -> None:
-    """parts [splits, R, E] fp32 of the gate's product; bias [E]; routable [E] bool; slot_of [E] int32 -> `out`. At
-    least top_k experts must be routable: a resident set keeps that floor."""
+    """parts [splits, R, E] fp32 of the gate's product; bias, and routable, bool: [E], or [R, E] where rows differ;
+    slot_of [E] int32 -> `out`. At least top_k experts must be routable: a resident set keeps that floor."""
     splits, rows, experts = parts.shape
+    strides = (0 if one.dim() == 1 else experts for one in (bias, routable))
     _route[(rows,)](
-        parts, bias, routable, slot_of, out.weights, out.slots, out.wanted, out.wanted_scores, out.wanted_weights,
-        out.missed, rows, experts, scale, K=top_k, KP=triton.next_power_of_2(top_k), EP=triton.next_power_of_2(experts),
-        SPLIT=splits, num_warps=4, **chain(parts.device),
+        parts, bias, routable, slot_of, out.ids, out.weights, out.slots, out.wanted, out.wanted_scores,
+        out.wanted_weights, out.missed, rows, experts, *strides, scale, K=top_k, KP=triton.next_power_of_2(top_k),
+        EP=triton.next_power_of_2(experts), SPLIT=splits, num_warps=4, **chain(parts.device),
     )  # fmt: skip
 
 
@@ -100,5 +105,11 @@ def room(rows: int, top_k: int, device: torch.device) -> Routed:
         return torch.empty(rows, top_k, dtype=dtype, device=device)
 
     return Routed(
-        of(torch.float32), of(torch.int32), of(torch.int64), of(torch.float32), of(torch.float32), of(torch.bool)
+        ids=of(torch.int64),
+        weights=of(torch.float32),
+        slots=of(torch.int32),
+        wanted=of(torch.int64),
+        wanted_scores=of(torch.float32),
+        wanted_weights=of(torch.float32),
+        missed=of(torch.bool),
     )

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from kernels.device import INTERPRETED
 from kernels.hyper_triton import Mixed
+from kernels.numerics import NATIVE
 from packers.shards import Checkpoint
+from tests.models.decode_cases import Waiting
 from tests.models.rig import CPU, GOLDEN, load_model, settings
 from tided.models.base import Pictured
 from tided.models.deepseek_v41 import load
+from tided.models.deepseek_v41.chunk import Chunk
 from tided.models.deepseek_v41.load import with_drafter
 
 DEVICE = torch.device(sys.argv[1] if __name__ == "__main__" else "cpu")
@@ -102,6 +105,37 @@ def case_bounded() -> None:
 
 def case_pictured() -> None:
     prefilled(*(0, [6]) if INTERPRETED else (0, [33, 50]), "all", pictured=0)
+
+
+def case_layer() -> None:
+    """The experts of a layer: rows that wait have the bits of others; rows of images have a bias of their own."""
+    _, model = pair()
+    moe = model.blocks[1].moe
+    bank = moe.bank
+    for count in (3, 18):  # by the kernels of a decode step, and by a chunk's
+        x = torch.randn(count, model.shape.hidden_size, generator=draw).to(DEVICE, torch.bfloat16)
+        lane = model.open_lane(1)
+        model.make_room([lane], [count])
+        chunk = Chunk(model, model.rotations.begin([lane], count))
+        mixed = Mixed(x, x, x, x, NATIVE.activation(x.float()).to(torch.bfloat16))
+        object.__setattr__(bank, "urgent", None)
+        whole = chunk._moe(moe, mixed).clone()
+        waiting = Waiting(bank, exact_lane=1)
+        for expert in range(0, 3):
+            waiting.withdraw(1, expert)
+        others = chunk._moe(moe, mixed)
+        object.__setattr__(bank, "urgent", waiting)
+        assert torch.equal(chunk._moe(moe, mixed), whole), "what is read before use leaves a trace"
+        assert not torch.equal(others, whole)
+        assert waiting.reads > 0
+        bank.tables.change(waiting.kept)
+        object.__setattr__(bank, "urgent", None)
+        chunk.step.pictured = torch.arange(count, device=DEVICE) % 2 == 1
+        seen, wanted = chunk._moe(moe, mixed), moe.forward(chunk.step, x.float())
+        assert error(seen, wanted.cpu()) < 2e-2, "rows of images have experts of their own"
+        assert torch.equal(seen[::2], whole[::2])
+        assert not torch.equal(seen[1::2], whole[1::2])
+        model.close_lane(lane)
 
 
 def case_paused() -> None:

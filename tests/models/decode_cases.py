@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from kernels.device import INTERPRETED
+from kernels.hyper_triton import Mixed
+from kernels.numerics import NATIVE
 from packers.shards import Checkpoint
 from tests.models.rig import CPU, GOLDEN, load_model, settings
 from tided.models import runs
 from tided.models.deepseek_v41 import load
 from tided.models.deepseek_v41.load import with_drafter
+from tided.models.deepseek_v41.step import Pass
 
 DEVICE = torch.device(sys.argv[1] if __name__ == "__main__" else "cpu")
 draw = torch.Generator().manual_seed(3)
@@ -126,6 +129,100 @@ def case_waiting() -> None:
     demand = bank.tap.counts.sum((1, 2)).tolist()
     print(f"  picks by lane: {demand[:2]}")
     assert demand[:2] == [count * len(model.blocks) * model.blocks[0].moe.top_k] * 2
+
+
+class Waiting:
+    """Reads before use, from slots that hold what was withdrawn: of a layer's, two at a time."""
+
+    def __init__(self, bank: Any, exact_lane: int) -> None:
+        self.bank, self.exact_lane, self.active, self.reads = bank, exact_lane, True, 0
+        self.kept: dict[tuple[int, int], int] = {}
+
+    def withdraw(self, layer: int, expert: int) -> None:
+        if (layer, expert) not in self.kept:
+            self.kept[layer, expert] = int(self.bank.tables.slot_of[layer, expert])
+            self.bank.tables.withdraw(layer, expert)
+
+    def allowed(self, layer: int, lanes: Tensor, routed: Any) -> Tensor | None:
+        exact = (lanes == self.exact_lane)[:, None]
+        return self.bank.tables.routable[layer] | exact if bool((routed.missed & exact).any()) else None
+
+    def serve(self, layer: int, experts: list[int], _users: Any) -> Any:
+        self.reads += len(experts)
+        for first in range(0, len(experts), 2):
+            yield {expert: self.kept[layer, expert] for expert in experts[first : first + 2]}
+
+
+def case_layer() -> None:
+    """The experts of a layer: a row has the same bits alone, beside one that waits, and waiting for what others have
+    here; in a step's form and in a chunk's."""
+    model = loaded(DEVICE, True)
+    moe = model.blocks[1].moe
+    bank, count = moe.bank, 2
+    x = (2 * torch.randn(count, model.shape.hidden_size, generator=draw)).to(DEVICE, torch.bfloat16)
+    waiting = Waiting(bank, exact_lane=1)
+
+    def step(waits: bool, *which: int) -> tuple[Tensor, Any]:
+        rows = list(which)
+        made = model.steps._prepare(model, len(rows)).step
+        lanes = torch.tensor(rows, device=DEVICE)
+        object.__setattr__(bank, "urgent", waiting if waits else None)
+        made.waiting = Pass([], lanes, lanes, lanes, lanes) if waits else None
+        mixed = Mixed(x, x, x, x[rows], NATIVE.activation(x[rows].float()).to(torch.bfloat16))
+        return made._moe(moe, mixed).clone(), made.inputs.routed_of(1)
+
+    whole, routed = step(False, 0, 1)
+    assert torch.equal(step(True, 0, 1)[0], whole), "where nobody misses anything, a step that may wait is another"
+    for expert in {*routed.wanted[0, :1].tolist(), *routed.wanted[1].tolist()}:
+        waiting.withdraw(1, expert)
+    alone = step(False, 0)[0][0]
+    assert not torch.equal(alone, whole[0])
+    both = step(True, 0, 1)[0]
+    assert waiting.reads == moe.top_k
+    assert torch.equal(both[0], alone), "a fast row depends on who is beside it"
+    assert torch.equal(both[1], whole[1]), "what is read before use leaves a trace"
+    assert torch.equal(step(True, 1)[0][0], both[1]), "a row that waits depends on who is beside it"
+    (_, _, fast), (_, _, exact) = bank.tap.take(0), bank.tap.take(1)
+    assert fast[1] > 0 == fast[4], "fast rows miss, and nothing is read for them"
+    assert exact[1] == exact[4] == 2 * moe.top_k, "exact rows get what they miss"
+
+
+def case_company() -> None:
+    """The same of whole steps."""
+    if INTERPRETED:
+        return  # minutes
+    reference, model = loaded(CPU, False), loaded(DEVICE, True)
+    lanes = [reference.open_lane(0), reference.open_lane(1)]
+    for lane in lanes:
+        reference.prefill(lane, tokens(3), "none")
+    parts = [(lane.position, reference.lane_parts(lane), kept_pages(reference, lane)) for lane in lanes]
+    ids, bank = tokens(2), model.blocks[0].moe.bank
+
+    def step(*which: int) -> Tensor:
+        own = [model.restore_lane(i, *parts[i]) for i in which]
+        logits = model.decode(own, ids[list(which)]).clone()
+        for lane in own:
+            model.close_lane(lane)
+        return logits
+
+    whole = step(0, 1)
+    wanted = model.steps._prepared[2].step.inputs.routed.wanted.tolist()
+    waiting = Waiting(bank, exact_lane=1)
+    object.__setattr__(bank, "urgent", waiting)
+    assert torch.equal(step(0, 1), whole), "where nobody misses anything, a step that may wait is another"
+    for layer, rows in enumerate(wanted):
+        for expert in (rows[0][0], *rows[1]):
+            waiting.withdraw(layer, expert)
+    bank.tap.take(0), bank.tap.take(1)
+    both = step(0, 1)
+    assert torch.equal(both[1], whole[1]), "what was read before use leaves a trace"
+    (_, _, fast), (_, _, exact) = bank.tap.take(0), bank.tap.take(1)
+    assert fast[1] > 0 == fast[4], "fast rows miss, and nothing is read for them"
+    assert exact[1] == exact[4] > len(wanted), "exact rows get what they miss"
+    object.__setattr__(bank, "urgent", None)
+    assert torch.equal(step(0)[0], both[0]), "a fast row depends on who is beside it"
+    assert not torch.equal(both[0], whole[0])
+    print(f"  {waiting.reads} reads")
 
 
 def case_captured() -> None:

@@ -30,6 +30,10 @@ def test_runs_of_a_step_that_may_wait_for_experts_have_demand_of_their_own():
     assert run("cpu", "waiting", TRITON_INTERPRET="1").endswith("ok\n")
 
 
+def test_a_row_has_the_same_bits_beside_one_that_waits_for_experts_and_waiting_itself():
+    assert run("cpu", "layer", TRITON_INTERPRET="1").endswith("ok\n")
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_they_are_the_cpu_s_captured_or_not():
     assert run("cuda").endswith("ok\n")

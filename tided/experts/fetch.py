@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.router import Routing
 from tided.engine.types import Fidelity
 from tided.errors import DataError, PairError
 from tided.experts.arena import Arena, Pair
@@ -37,6 +37,17 @@ MOST_LOST = 64  # records that some rank did not get, one after the other, and n
 FAST, BALANCED, EXACT = range(3)
 CLASS: dict[Fidelity, int] = {"fast": FAST, "balanced": BALANCED, "exact": EXACT}
 _UNITS = 1 << 24  # routing weights are added as integers: one sum, in whatever order a device adds
+
+
+class Wishes(Protocol):
+    """What a router tells of the experts that rows want, [T, k] each (`kernels.router.Routing`)."""
+
+    @property
+    def wanted(self) -> Tensor: ...
+    @property
+    def wanted_weights(self) -> Tensor: ...
+    @property
+    def missed(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,7 @@ class UrgentReads:
         self._spent = 0
         self.asked, self._users = [], []
 
-    def allowed(self, layer: int, lane_of_row: Tensor, routing: Routing) -> Tensor | None:
+    def allowed(self, layer: int, lane_of_row: Tensor, routing: Wishes) -> Tensor | None:
         """[T, E] bool, the experts that each row may use, those to be read included; None: just the routable ones."""
         classes = self._class_of_lane[lane_of_row]
         waiting = routing.missed & (classes > FAST)[:, None]
@@ -179,7 +190,7 @@ class UrgentReads:
     def _kept(self, layer: int) -> list[int]:
         return [pair[1] for pair in self._slot_of if pair[0] == layer]
 
-    def _heaviest(self, layer: int, routing: Routing, heavy: Tensor) -> list[int]:
+    def _heaviest(self, layer: int, routing: Wishes, heavy: Tensor) -> list[int]:
         """The experts to read for balanced rows: the most routing weight first, as many as this layer's share of the
         step allows. Up to layer l of L a step may have spent (l + 1) / L of its reads: early layers leave some."""
         most = min(self.rules.reads * (layer + 1) // self._layers - self._spent, len(self.arena.urgent))

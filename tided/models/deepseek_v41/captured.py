@@ -208,6 +208,7 @@ class DecodeSteps:
             return torch.zeros(sizes, dtype=dtype, pin_memory=on_cuda)
 
         routed = Routed(
+            ids=of(torch.int64),
             weights=of(torch.float32),
             slots=of(torch.int32),
             wanted=of(torch.int64),

@@ -4,6 +4,7 @@ of rows, and forms of their own for products, hyper-connections and attention.
 All rows are one lane's, at positions that follow each other. The host reads nothing but what a request that waits for
 experts makes it read, so its launches run ahead of the device."""
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,7 @@ from kernels import (
 )
 from kernels import latents_triton as latents
 from kernels import linear_chunk_triton as linear
-from kernels import router_triton as router
-from kernels.device import INTERPRETED, ROW_FIELDS
+from kernels.device import ROW_FIELDS
 from kernels.hyper_triton import Mixed, Mixer
 from kernels.linear import Fp8Matrix
 from kernels.linear_triton import Ending
@@ -34,6 +34,7 @@ from tided.models.deepseek_v41.block import Block, HyperConnection
 from tided.models.deepseek_v41.engram_rows import Asked
 from tided.models.deepseek_v41.indexer import Indexer
 from tided.models.deepseek_v41.moe import Moe
+from tided.models.deepseek_v41.routed import routed_experts
 from tided.models.deepseek_v41.step import Pass, Span
 
 if TYPE_CHECKING:
@@ -230,24 +231,18 @@ class Chunk:
 
     def _moe(self, moe: Moe, mixed: Mixed) -> Tensor:
         """-> [T, D] fp32, this rank's part."""
-        bank, step = moe.bank, self.step
-        if step.pictured is not None or (bank.urgent is not None and bank.urgent.active):
-            return moe.forward(step, mixed.x.to(torch.float32))
-        tables, count = bank.tables, len(mixed.x)
-        routed = router.room(count, moe.top_k, mixed.x.device)
-        router.route(
-            linear.product(mixed.x, moe.gate)[None], moe.bias, tables.routable[moe.layer], tables.slot_of[moe.layer],
-            moe.top_k, moe.route_scale, routed,
-        )  # fmt: skip
-        wish = (routed.wanted, routed.wanted_scores, routed.wanted_weights)
-        bank.tap.record(moe.layer, step.lane_of_row, *wish, routed.missed)
-        work = (mixed.rounded, bank.slots, bank.plain_record, routed.slots, routed.weights, moe.limit)
-        if count <= ROWS and moe.limit <= experts_triton.MAX_LIMIT:
-            output: Tensor = experts_triton.grouped_experts(*work, asm=not INTERPRETED)
-        else:
-            experts = tables.slot_of.shape[1]
-            output = experts_chunk_triton.grouped_experts(*work, asm=not INTERPRETED, distinct=experts)
-        hidden = linear.ended(linear.product(mixed.rounded, moe.shared_w13)[None], Ending.SWIGLU, moe.limit)
+        x = mixed.rounded
+        few = len(x) <= ROWS and moe.limit <= experts_triton.MAX_LIMIT
+        most = moe.bank.tables.slot_of.shape[1]  # slots are of all layers, a layer picks no more
+        form = (
+            experts_triton.pick_outputs if few else functools.partial(experts_chunk_triton.pick_outputs, distinct=most)
+        )
+
+        def shared() -> Tensor:
+            return linear.ended(linear.product(x, moe.shared_w13)[None], Ending.SWIGLU, moe.limit)
+
+        parts = linear.product(mixed.x, moe.gate)[None]
+        output, hidden = routed_experts(moe, self.step, parts, x, form, shared)
         return output.add_(linear.product(hidden, moe.shared_w2))
 
 

@@ -24,6 +24,7 @@ from tided.models.deepseek_v41.attention import Attention
 from tided.models.deepseek_v41.block import Block, HyperConnection
 from tided.models.deepseek_v41.indexer import Indexer
 from tided.models.deepseek_v41.moe import Moe
+from tided.models.deepseek_v41.routed import routed_experts
 from tided.models.deepseek_v41.step import Pass
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ class Turns:
 
 
 class DecodeStep:
-    """R rows of a model. `waiting`: the pass, when rows may wait for experts: then the experts are computed by the
-    layer itself, which looks at values."""
+    """R rows of a model. `waiting`: the pass, when rows may wait for experts: then each layer looks at the choice."""
 
     def __init__(self, model: "DeepseekV41", inputs: Inputs, scratch: Scratch) -> None:
         self.model, self.inputs, self.scratch = weakref.proxy(model), inputs, scratch
@@ -186,19 +186,24 @@ class DecodeStep:
 
     def _moe(self, moe: Moe, mixed: Mixed) -> Tensor:
         """-> [R, D] fp32, this rank's part."""
-        if self.waiting is not None:
-            return moe.forward(self.waiting, mixed.x.to(torch.float32))
-        bank, routed = moe.bank, self.inputs.routed_of(moe.layer)
-        tables = bank.tables
-        router.route(
-            _in_parts(mixed.x, moe.gate), moe.bias, tables.routable[moe.layer], tables.slot_of[moe.layer], moe.top_k,
-            moe.route_scale, routed,
-        )  # fmt: skip
-        output = experts_triton.grouped_experts(
-            mixed.rounded, bank.slots, bank.plain_record, routed.slots, routed.weights, moe.limit, asm=not INTERPRETED
-        )
-        hidden = linear(mixed.rounded, moe.shared_w13, Ending.SWIGLU, limit=moe.limit)
+        parts, x = _in_parts(mixed.x, moe.gate), mixed.rounded
+
+        def shared() -> Tensor:
+            return linear(x, moe.shared_w13, Ending.SWIGLU, limit=moe.limit)
+
+        if self.waiting is None:
+            output, hidden = self._here(moe, parts, x), shared()
+        else:
+            output, hidden = routed_experts(moe, self.waiting, parts, x, experts_triton.pick_outputs, shared)
         return linear(hidden, moe.shared_w2, Ending.ADDED, out=output)
+
+    def _here(self, moe: Moe, parts: Tensor, x: Tensor) -> Tensor:
+        """`routed_experts`, where nobody waits: into memory of fixed address. Its demand is counted behind the step."""
+        bank, routed = moe.bank, self.inputs.routed_of(moe.layer)
+        tables = bank.tables.routable[moe.layer], bank.tables.slot_of[moe.layer]
+        router.route(parts, moe.bias, *tables, moe.top_k, moe.route_scale, routed)
+        work = (x, bank.slots, bank.plain_record, routed.slots, routed.weights, moe.limit)
+        return experts_triton.grouped_experts(*work, asm=not INTERPRETED)
 
     def _watch(self, taps: list[Tensor], turns: Turns) -> None:
         """The rows of the drafter's own rings (`Drafter.watch`)."""

@@ -33,7 +33,7 @@ class Moe:
 
     def forward(self, step: Pass, x: Tensor) -> Tensor:
         """x [T, D] -> [T, D] fp32: this rank's part of routed and shared experts, to be summed and then rounded."""
-        bias = self._bias(step)
+        bias = self.bias_of(step)
         routing = self.route(x, bias)
         return mixture(self, step.lane_of_row, self.numerics.activation(x), routing, bias, self._shared)
 
@@ -42,7 +42,7 @@ class Moe:
         routable = self.bank.tables.routable[self.layer]
         return route(scores(x, self.gate), bias, routable, self.top_k, self.route_scale)
 
-    def _bias(self, step: Pass) -> Tensor:
+    def bias_of(self, step: Pass) -> Tensor:
         """What the choice adds to the scores: text and images have their own."""
         return self.bias if step.pictured is None else torch.where(step.pictured[:, None], self.bias_vl, self.bias)
 
