@@ -245,6 +245,8 @@ def test_the_bits_of_a_restored_context(replay, chunk):
         assert back.position == lane.position
         for name in vars(lane).keys() - {"index", "pages", "page_table"}:  # whatever else a context comes to be
             assert same(getattr(lane, name), getattr(back, name)), name
+    caching.close()
+    rank.reads.close()
 
 
 def same(one, other) -> bool:

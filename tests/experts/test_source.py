@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,3 +199,18 @@ def test_a_rank_of_four_takes_four_or_five_reads(released_layout):
         reads.append(source.stats.reads)
         source.close()
     assert (min(reads), max(reads)) == (4, 5)
+
+
+def test_files_of_a_source_that_is_dropped_are_closed(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(files.ALIGN_BYTES))
+    for drop in (lambda file: file.close(), lambda file: None):
+        file = files.RangeFile(path)
+        assert open_on(path) == 1
+        drop(file)
+        del file
+        assert open_on(path) == 0
+
+
+def open_on(path) -> int:
+    return sum(entry.samefile(path) for entry in Path("/proc/self/fd").iterdir() if entry.exists())

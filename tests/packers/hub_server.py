@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils import close_session
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ELSEWHERE = "/elsewhere"
 RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
@@ -77,6 +79,7 @@ def serving(hub: Hub) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
+        close_session()  # of the client, which would keep its connections
         server.shutdown()
         server.server_close()
         thread.join(10)

@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 from functools import cache
+from io import FileIO
 from pathlib import Path
 
 from packers.memory import device_memory
@@ -25,14 +26,16 @@ def aligned_up(offset: int) -> int:
 
 
 class RangeFile:
-    """An open file. `direct` tells whether reads bypass the page cache; they may run from many threads at once."""
+    """An open file, closed when it is dropped at the latest. Reads may run from many threads at once;
+    `direct` tells whether they bypass the page cache."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd, self.direct = _open(path)
+            fd, self.direct = _open(path)
         except OSError as e:
             raise DataError(f"cannot be opened: {e.strerror}", where=str(path)) from e
+        self._file = FileIO(fd)
         if not self.direct:
             _say_not_direct(path.parent)
 
@@ -42,19 +45,19 @@ class RangeFile:
         The range is widened outward to ALIGN_BYTES; a last block cut short by the end of the file is normal.
         Raises DataError when the file ends inside the range or the device fails.
         """
-        start = aligned_down(offset)
+        fd, start = self._file.fileno(), aligned_down(offset)
         head, needed, wanted = offset - start, offset + nbytes - start, span_bytes(offset, nbytes)
         got = 0
         while got < needed:
             try:
-                count = os.preadv(self._fd, [buffer[got:wanted]], start + got)
+                count = os.preadv(fd, [buffer[got:wanted]], start + got)
             except OSError as e:
                 raise DataError(f"cannot be read: {e.strerror}", where=f"{self.path}:{start + got}") from e
             # A direct read goes on at a block's start only: what a short one left in a broken block is read again.
             reached = got + count if got + count >= needed else aligned_down(got + count)
             if reached <= got:
                 raise DataError(
-                    f"the file ends at byte {os.fstat(self._fd).st_size}, before byte {offset + nbytes} of an expert",
+                    f"the file ends at byte {os.fstat(fd).st_size}, before byte {offset + nbytes} of an expert",
                     where=f"{self.path}:{offset}",
                     hint="it was cut or replaced since the start; fetch this file again",
                 )
@@ -62,7 +65,7 @@ class RangeFile:
         return buffer[head:needed]
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
 
 def span_bytes(offset: int, nbytes: int) -> int:
