@@ -5,6 +5,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+import torch
 from engine_fakes import EXPERTS, LAYERS, LIMITS, PAIRS, SWAPS, TOP_K, Bench, FakePilot, request
 
 from tided.engine import motion
@@ -471,3 +472,22 @@ def test_the_log_line_holds_no_token(caplog):
     assert line.startswith("request a length: prompt 20 tokens")
     assert str(bench.tokens("a")) not in line
     assert str(request("a", prompt=20).prompt_ids)[1:-1] not in line
+
+
+@pytest.mark.parametrize(("device", "begun"), [("cpu", 2), ("cuda", 0)])
+def test_reads_begin_beside_a_device_s_work_and_before_a_cpu_s(monkeypatch, device, begun):
+    """A CPU computes on this thread: its disk would stand still for a step. A device has its work by then."""
+    bench = Bench()
+    bench.submit(request("a", prompt=3, max_tokens=40))
+    bench.turn(2)
+    executor = bench.engine.executor
+    executor._device = torch.device(device)
+    seen, drawn = [], []
+    real, draw = executor.model.decode, executor._draw
+    monkeypatch.setattr(
+        executor.model, "decode", lambda *given: seen.append(executor.residents.reading) or real(*given)
+    )
+    monkeypatch.setattr(executor, "_draw", lambda *given: drawn.append(executor.residents.reading) or draw(*given))
+    bench.engine.motion.take_plan(SWAPS, "test")
+    bench.turn()
+    assert (seen, drawn) == ([begun], [2])

@@ -106,6 +106,7 @@ class Executor:
         self._device = tap.counts.device
         self._masks: dict[int, bytes] = {}  # of the step in hand, by lane
         self._loads: dict[int, Load] = {}  # reads under way
+        self._to_begin: list[Load] = []  # of the step in hand: behind the launch of its work
         self._history = hashlib.blake2b(digest_size=16)
 
     @torch.inference_mode()
@@ -201,7 +202,8 @@ class Executor:
         self.lanes[index] = lane
 
     def _change(self, step: Step) -> None:
-        """Reads are begun last: into slots that the rest of the change has freed."""
+        """Reads are begun last: into slots that the rest of the change has freed. Where a device computes a decode
+        step, they begin beside it: this thread has time then."""
         change, generation = step.change, self.plan_version
         if change:
             generation += self._publish(change)
@@ -211,12 +213,18 @@ class Executor:
                 self.residents.resize(change.resize.residents, change.resize.evict)
                 generation += bool(change.resize.evict)
             self.residents.adopt(change.adopt)
-            for load in change.load:
-                self.residents.read(load.ticket, load.pair, load.out, load.joins)
-                self._loads[load.ticket] = load
+            self._to_begin = list(change.load)
+            if self._device.type != "cuda" or not isinstance(step.work, Decode):
+                self._begin_reads()
         self.plan_version = generation
         if self.plan_version != step.plan_version:
             raise PairError(f"plan {self.plan_version} is in place where step {step.seq} expects {step.plan_version}")
+
+    def _begin_reads(self) -> None:
+        loads, self._to_begin = self._to_begin, []
+        for load in loads:
+            self.residents.read(load.ticket, load.pair, load.out, load.joins)
+            self._loads[load.ticket] = load
 
     def _publish(self, change: Change) -> bool:
         """Whether it changed who is resident."""
@@ -323,6 +331,7 @@ class Executor:
         if not any(work.drafts):
             logits = self.model.decode(states, self._ids([lane.token for lane in lanes]))
             self.tap.add_up()  # beside the device's work; with drafts, who says which rows count comes later
+            self._begin_reads()
             self._draw(work.lanes, logits, outcome)
         else:
             blocks = [
@@ -330,6 +339,7 @@ class Executor:
             ]
             counts = [len(block) for block in blocks]
             logits = self.model.decode(states, self._ids([token for block in blocks for token in block]), counts)
+            self._begin_reads()
             for index, block, rows in zip(work.lanes, blocks, torch.split(logits, counts), strict=True):
                 self._verify(index, block, rows, outcome)
         self._propose(lanes, work.propose, work.places)
