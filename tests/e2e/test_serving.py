@@ -287,6 +287,33 @@ async def test_an_evaluation_moves_no_expert_and_exact_is_its_reference(deepseek
     assert after["residents"] == before["residents"]
 
 
+async def test_a_receipt_is_of_this_server_and_can_be_made_again(deepseek, monkeypatch, tmp_path):
+    monkeypatch.setenv("TIDE_STATE_DIR", str(deepseek.state_dir))
+    path = tmp_path / "receipt.json"
+    asked = ["bench", "--tokens", "8", "--repeat", "1", "--case", "prose", "--fidelity", "exact"]
+    asked += ["--receipt", str(path)]
+    ran = await asyncio.to_thread(CliRunner().invoke, app, asked)
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(path.read_text())
+    before, after = found["server"]["before"], found["server"]["after"]
+    now = (await get(deepseek.url, "/health"))[1]
+    told = ("model", "profile", "build", "machine", "checkpoint", "engine_config", "engine_policy")
+    assert all(before[name] == after[name] == now[name] for name in told)
+    assert (before["build"]["code"], before["profile"]) == (code_digest(), deepseek.profile.stem)
+    assert after["engine_seq"] > before["engine_seq"]
+    [[[[one]]]] = [
+        [[group["requests"] for group in groups] for groups in case["repetitions"]] for case in found["cases"]
+    ]
+    assert (one["tokens"], one["counted"], one["finish_reason"]) == (8, True, "length")
+    assert (one["stats"]["fidelity"], one["stats"]["substituted_weight_share"]) == ("exact", 0)
+    assert one["stats"].keys() >= {"nvme_gb", "experts", "prefix", "decode_tok_s"}
+    again = ["bench", "verify", str(path), "--tolerance", "1000", "--json"]
+    ran = await asyncio.to_thread(CliRunner().invoke, app, again)
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)
+    assert (told["differs"], [row["same"] for row in told["verdicts"]]) == ([], [1])
+
+
 async def test_an_audit_tells_which_tokens_every_expert_would_have_drawn(deepseek, monkeypatch):
     """Of a fast answer at 65 % there are some; of an exact one there is none, and it ends alike."""
     monkeypatch.setenv("TIDE_STATE_DIR", str(deepseek.state_dir))
