@@ -548,14 +548,14 @@ def test_a_rest_that_was_not_finished_tells_nothing_about_the_next_request(tmp_p
     """Its scores are computed in a piece before the plan, and a request may come between."""
     tide = pilot(tmp_path, seed_file(tmp_path, [Domain(1), Domain(2)]))
     tide.request_done(*Domain(1).demand(50, tide.residents), 0, lane=0)
-    before, scores = tide._habit.share, tide.rest_scores()
+    before, scores = tide._asked.habit.share, tide.rest_scores()
     np.testing.assert_array_equal(tide.rest_scores(), scores)
     tide.request_done(*Domain(1).demand(50, tide.residents), 0, lane=0)
-    assert tide._habit.share == before
+    assert tide._asked.habit.share == before
     tide.rest_scores()
     tide.rested()
     tide.request_done(*Domain(1).demand(50, tide.residents), 0, lane=0)
-    assert tide._habit.share != before
+    assert tide._asked.habit.share != before
 
 
 # Start

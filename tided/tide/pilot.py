@@ -9,15 +9,14 @@
     nothing to do   -> idle_plan(), beside a ring rest_scores() and rested(): at most one plan for each request
     swaps published -> applied(): a plan may be applied in portions, in its order, and be dropped for a newer one
 
-Every plan sees the history and what all lanes asked for so far. Who has just come stays for a while, and who has just
-left must be wanted more clearly to come back: else two experts of about equal worth are read in turns.
+Every plan sees the history and what all lanes asked for so far. Who has just come or left is judged by
+`tided.tide.residence`.
 
 Same calls, same history, same seed: same plans. Not thread-safe; once serving has begun, the engine's thread alone
 calls it.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tided.errors import ConfigError, PairError
+from tided.errors import PairError
 from tided.settings import Tide
 from tided.tide.demand import (
     Demand,
@@ -39,29 +38,23 @@ from tided.tide.demand import (
     sensitivity_of,
     vote_of,
 )
+from tided.tide.first_residents import boot_residents, check_boot, tie_breaks
 from tided.tide.history import History
-from tided.tide.kinds import Kinds, first_order
+from tided.tide.kinds import Kinds
 from tided.tide.planner import (
     Pair,
     PairSwap,
     Sizes,
-    boot_set,
-    boot_set_of_bytes,
-    check_budget,
-    first_set,
     swap_plan,
 )
-from tided.tide.rest import REQUESTS, Cases, Habit, cases, rest_scores
-from tided.tide.seed import Seed, layered_set
+from tided.tide.residence import Residence
+from tided.tide.rest import Cases, LastRequests, rest_scores
+from tided.tide.seed import Seed
 from tided.tide.windows import Due, Windows
 
 log = logging.getLogger(__name__)
 
 MIN_GAIN = 0.005  # of the mean score: swaps that gain less are noise
-RESIDENCE_TOKENS = 64  # computed tokens for which a pair stays that was just read
-GHOST_TOKENS = 256  # computed tokens for which a pair that left has to be worth
-GHOST_MARGIN = 1.25  # so many times what it would replace
-TIE_BREAK = 1e-9  # of a layer's demand
 
 # (counts, mass [layers, experts], totals [4 or more]) of a lane since they were last taken
 LaneDemand = tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
@@ -141,17 +134,17 @@ class Pilot:
             settings.urgent_miss_rate,
             settings.urgent_gap_tokens,
         )
-        self._tokens = 0  # computed since the start: the clock of residence
-        self._came: dict[Pair, int] = {}
-        self._left: dict[Pair, int] = {}
+        self._residence = Residence()
         self._requests_since_plan = 0
         self._last = Picks()  # of the newest request that ended
-        self._recent: deque[Grid] = deque(maxlen=REQUESTS)  # what the last ones wanted, each by itself
-        self._habit = Habit()
+        self._asked = LastRequests()
         self.kinds = kinds
-        self._check(budget)
-        self._ties = self._tie_breaks(budget)
-        self._residents = set(self._first_residents(budget))
+        check_boot(shape, budget, self.floor)
+        self._ties = tie_breaks(shape, seed, budget, self.floor, kinds)
+        # What tells experts apart is the seed's and the history's; else what no request has shown is a guess.
+        knows = seed is not None and not seed.layer_residents
+        unseen = self._ties if knows else self._ties + guessed(history.demand, settings.prior_votes)
+        self._residents = set(boot_residents(self.scores() + self._ties, unseen, budget, self.floor, kinds))
         log.info(
             "plan at boot: %d experts, of which a history of %d requests weighs %.2f",
             len(self._residents), history.demand.requests,
@@ -178,10 +171,7 @@ class Pilot:
                 raise PairError(f"the pilot's resident set does not allow the swap of {out} for {in_}")
             self._residents.remove(out)
             self._residents.add(in_)
-            self._came.pop(out, None)
-            self._left.pop(in_, None)
-            if settled:
-                self._came[in_] = self._left[out] = self._tokens
+            self._residence.swapped(out, in_, settled)
         self.plan_version += 1
 
     def resized(self, evicted: Iterable[Pair], joined: Iterable[Pair]) -> None:
@@ -191,9 +181,7 @@ class Pilot:
         if not gone <= self._residents or new & self._residents:
             raise PairError("the pilot's resident set does not allow the change of the budget")
         self._residents = (self._residents - gone) | new
-        for pair in gone | new:
-            self._came.pop(pair, None)
-            self._left.pop(pair, None)
+        self._residence.forget(gone | new)
         self.plan_version += 1
 
     def scores(self) -> Grid:
@@ -213,8 +201,7 @@ class Pilot:
     def rested(self) -> None:
         """A plan was made of `rest_scores`: the next request tells whether it asks for more of the same."""
         self._requests_since_plan = 0
-        if self._recent:
-            self._habit.await_next(self._likely(), len(self._residents), self.floor)
+        self._asked.rested(self._likely(), len(self._residents), self.floor)
 
     def rest_scores(self) -> Grid:
         """[layers, experts]: what a set is made from that waits for a request of nobody knows which topic. Writes
@@ -225,13 +212,11 @@ class Pilot:
         """What the next request may ask for."""
         seed, settings, (layers, experts, _) = self.seed, self.settings, self.shape
         topics = [seed.topics[name] for name in sorted(seed.topics)] or [seed.prior] if seed else []
-        return cases(
+        return self._asked.cases(
             topics or [np.full((layers, experts), 1.0 / experts)],
             settings.prior_votes,
-            list(self._recent),
             self.history.demand.mass,
             self.sensitivity.decay,
-            self._habit.share,
         )
 
     def chunk_done(
@@ -242,7 +227,7 @@ class Pilot:
         beside the last chunk serves the answer. `demand` gives what the lane asked for so far, and takes nothing."""
         first = self.settings.replan_chunk_tokens
         request = self._requests.setdefault(lane, _Request(next_chunk_tokens=first))
-        self._tokens += tokens - request.prompt_tokens
+        self._residence.tokens += tokens - request.prompt_tokens
         request.prompt_tokens = tokens
         if not first or chunks_left < 1 or tokens < request.next_chunk_tokens:
             return []
@@ -257,7 +242,7 @@ class Pilot:
     ) -> list[PairSwap]:
         """A prompt's `tokens` newly computed tokens are through. Plans for it if it missed enough by itself."""
         picks, request = self.prefill.add(totals), self._requests.setdefault(lane, _Request())
-        self._tokens += tokens - request.prompt_tokens
+        self._residence.tokens += tokens - request.prompt_tokens
         request.prompt, request.prompt_tokens, request.is_answering = self._vote(counts, mass), tokens, True
         self._windows.ended(lane)
         if tokens < self.settings.min_prefill_tokens or picks.miss_rate < self.sensitivity.gate:
@@ -277,7 +262,7 @@ class Pilot:
         for lane, (tokens, totals) in answers.items():
             picks, missed = np.asarray(totals, dtype=np.float64)[:2]
             try:
-                self._tokens += self._windows.advance(lane, tokens, float(picks), float(missed))
+                self._residence.tokens += self._windows.advance(lane, tokens, float(picks), float(missed))
             except ValueError as e:
                 raise PairError(f"the router's demand is not usable: {e}") from e
             self._request(lane).answer_tokens = tokens
@@ -299,14 +284,13 @@ class Pilot:
         vote, request = self._vote(counts, mass), self._requests.pop(lane, _Request())
         self._windows.ended(lane)
         self._last = (self.decode if request.is_answering else self.prefill).add(totals)
-        self._tokens += max(0, tokens - request.answer_tokens)
+        self._residence.tokens += max(0, tokens - request.answer_tokens)
         if request.is_answering and request.prompt is not None:
             vote = joined(request.prompt, request.prompt_tokens, vote, tokens)
         if vote.empty:
             return
         self.history.fold(vote, self.sensitivity.decay)
-        self._recent.append(vote.mass)
-        self._habit.came(vote.mass)
+        self._asked.came(vote.mass)
         self._requests_since_plan += 1
 
     def idle_plan(self) -> list[PairSwap]:
@@ -332,16 +316,8 @@ class Pilot:
         return plan
 
     def steadied(self, scores: Grid) -> Grid:
-        """The scores that decide: no pair is worth more than one that has just come, and a pair that has just left is
-        worth less than it was."""
-        self._came = {pair: at for pair, at in self._came.items() if self._tokens - at < RESIDENCE_TOKENS}
-        self._left = {pair: at for pair, at in self._left.items() if self._tokens - at < GHOST_TOKENS}
-        steadied = scores + self._ties
-        for pair in self._came:
-            steadied[pair] = 1.0
-        for pair in self._left:
-            steadied[pair] /= GHOST_MARGIN
-        return steadied
+        """The scores that decide: of who has just come and left, too (`Residence`)."""
+        return self._residence.steadied(scores + self._ties)
 
     def _preview(self) -> Demand:
         """History as it would be if the running requests ended now. Without them a plan for one lane would throw out
@@ -366,40 +342,3 @@ class Pilot:
 
     def _kind_of(self) -> Sizes | None:
         return None if self.kinds is None else self.kinds.of
-
-    def _first_residents(self, budget: int) -> list[Pair]:
-        scores, kinds = self.scores() + self._ties, self.kinds
-        if kinds is None:
-            return boot_set(scores, budget, self.floor)
-        # What tells experts apart is the seed's and the history's; else what no request has shown is a guess.
-        knows = self.seed is not None and not self.seed.layer_residents
-        unseen = self._ties if knows else self._ties + guessed(self.history.demand, self.settings.prior_votes)
-        try:
-            return boot_set_of_bytes(scores, kinds.sizes, kinds.budget_bytes(budget), self.floor, unseen)
-        except ValueError as e:
-            raise ConfigError(str(e), where="[experts] resident") from e
-
-    def _tie_breaks(self, budget: int) -> Grid:
-        """[layers, experts]: too little to count against anything learned, and enough to rank pairs that are not told
-        apart. Ranked by their ids, the first layers would get every one of them; so each layer has its share of
-        whatever is left, as the seed has it or as large as any other's."""
-        seed, (layers, experts, _) = self.seed, self.shape
-        if seed is not None and not seed.layer_residents:
-            return np.zeros((layers, experts))
-        if seed is None:
-            start = first_set(layers, experts, budget, self.floor)
-        else:
-            start = layered_set(seed.layer_residents, experts, budget, self.floor)
-        of = np.zeros((layers, experts), dtype=np.int64) if self.kinds is None else self.kinds.of
-        return TIE_BREAK * first_order(of, start)
-
-    def _check(self, budget: int) -> None:
-        if self.floor < self.shape.top_k:
-            raise ConfigError(
-                f"floor_per_layer = {self.floor}, but a token of this model picks {self.shape.top_k} experts a layer",
-                where="[tide]",
-            )
-        try:
-            check_budget(self.shape.layers, self.shape.experts, budget, self.floor)
-        except ValueError as e:
-            raise ConfigError(str(e), where="[experts] resident") from e

@@ -7,6 +7,7 @@ are weighed by how likely they are, and by how badly the set would serve them: t
 by one, what is left of older ones; and more of what was asked last, as likely as that has been lately (`Habit`).
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,6 +60,28 @@ class Habit:
         keep, self._sets = 0.5 ** (1.0 / HABIT_REQUESTS), None
         self._stayed = max(LEAST_HABIT, keep * self._stayed + (last > others))
         self._moved = max(LEAST_HABIT, keep * self._moved + (last <= others))
+
+
+class LastRequests:
+    """What the last ones wanted, each by itself, and whether such are followed by more of the same."""
+
+    def __init__(self) -> None:
+        self.habit = Habit()
+        self._recent: deque[Grid] = deque(maxlen=REQUESTS)
+
+    def came(self, vote: Grid) -> None:
+        """What the newest wanted [layers, experts]."""
+        self._recent.append(vote)
+        self.habit.came(vote)
+
+    def cases(self, topics: Sequence[Grid], topic_votes: float, history: Grid, decay: float) -> Cases:
+        """What the next may ask for."""
+        return cases(topics, topic_votes, list(self._recent), history, decay, self.habit.share)
+
+    def rested(self, likely: Cases, budget: int, floor: int) -> None:
+        """A rest begins: the next request tells whether it asks for more of the same."""
+        if self._recent:
+            self.habit.await_next(likely, budget, floor)
 
 
 def cases(
