@@ -77,7 +77,7 @@ def test_a_receipt_has_no_text_and_adds_up(tidectl: Tidectl, answering: Canned, 
     path = tmp_path / "r.json"
     assert tidectl("bench", "--url", answering.url, "--receipt", str(path), *SMALL).exit_code == 0
     found = receipt.read(path)
-    assert found.settings["repetitions"] == 2
+    assert found.settings.repetitions == 2
     assert found.build["code"]
     assert [len(groups) for case in found.cases for groups in case.repetitions] == [1] * 6
     assert not any(word.strip(", ") in path.read_text() for word in ("lighthouse", "there", *WORDS))
@@ -234,8 +234,9 @@ def test_a_replay_that_is_slower_says_by_how_much(tidectl: Tidectl, answering: C
 
 
 def told(before: dict[str, object], load: float = 0.5) -> receipt.Receipt:
-    machine = {"cores": 2, "load": load}
-    return receipt.Receipt("now", {"code": "client"}, machine, {}, {"before": before, "after": {}}, [])
+    settings = receipt.Settings(["prose"], 1, 8, 100, 4, 1, 9, 0.6, "", "", None)
+    machine, server = receipt.Machine("Linux", "x86_64", "", 2, load, "3.11"), receipt.Server("", before, {})
+    return receipt.Receipt("now", {"code": "client"}, machine, settings, server, [])
 
 
 BEFORE = {
@@ -268,7 +269,7 @@ def test_of_a_server_that_tells_nothing_the_client_is_compared() -> None:
     one, other = told({}), told({})
     other.build["code"] = "another"
     assert verify.differences(one, other) == ["build", "client"]
-    other.machine["cores"] = 4
+    other.machine.cores = 4
     assert verify.differences(one, other) == ["build", "machine", "client"]
 
 

@@ -2,15 +2,21 @@
 
 import hashlib
 import json
+import platform
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import msgspec
 import pytest
 
 from tests.tidectl.canned import Canned, Tidectl
-from tidectl.bench import receipt, table
-from tidectl.bench.receipt import CaseResult, Group, Measured
-from tided.guard import code_digest
+from tidectl import bench_command
+from tidectl.bench import receipt, table, verify
+from tidectl.bench.receipt import CaseResult, Group, Measured, Server
+from tided.errors import DataError
+from tided.guard import code_digest, machine
 
 WORDS = ("Hello", " there", ", you")
 STATS = {
@@ -45,11 +51,10 @@ def test_a_receipt_holds_what_the_server_is_before_and_after(tidectl: Tidectl, t
     path = tmp_path / "r.json"
     assert tidectl("bench", "--url", tide.url, "--receipt", str(path), *ONE).exit_code == 0
     found = receipt.read(path)
-    assert found.server == {"url": tide.url, "before": HEALTH, "after": HEALTH | {"generation": 3 + 2 + 1}}
+    assert found.server == Server(tide.url, HEALTH, HEALTH | {"generation": 3 + 2 + 1})
     assert found.build["code"] == code_digest()
-    assert found.machine.keys() == {"system", "machine", "processor", "cores", "load", "python"}
-    assert found.machine["cores"] >= 1
-    assert found.machine["python"]
+    assert (found.machine.cores, found.machine.python) == (machine()["cores"], platform.python_version())
+    assert found.machine.load >= 0
 
 
 def test_of_another_server_nothing_is_told(tidectl: Tidectl, tide: Canned, tmp_path: Path) -> None:
@@ -57,7 +62,7 @@ def test_of_another_server_nothing_is_told(tidectl: Tidectl, tide: Canned, tmp_p
     tide.answers_when = lambda: None
     path = tmp_path / "r.json"
     assert tidectl("bench", "--url", tide.url, "--receipt", str(path), *ONE).exit_code == 0
-    assert receipt.read(path).server == {"url": tide.url, "before": {}, "after": {}}
+    assert receipt.read(path).server == Server(tide.url, {}, {})
 
 
 def test_a_receipt_holds_what_each_answer_was_and_cost(tidectl: Tidectl, tide: Canned, tmp_path: Path) -> None:
@@ -133,3 +138,108 @@ def test_one_answer_of_two_that_is_another_is_counted() -> None:
         return CaseResult("prose", runs, receipt.summarise(runs))
 
     assert judge(case("a", "b"), case("a", "c")).same == 1
+
+
+def resealed(path: Path, body: dict[str, Any]) -> Path:
+    """`body` under a digest that fits, if it can have one."""
+    with suppress(msgspec.ValidationError, TypeError):  # refused before its digest is looked at
+        body["digest"] = receipt.digest_of(msgspec.convert(body, receipt.Receipt))
+    path.write_text(json.dumps(body))
+    return path
+
+
+@pytest.fixture
+def whole(tidectl: Tidectl, tide: Canned, tmp_path: Path) -> dict[str, Any]:
+    """Of two cases, twice each, one of them in two groups."""
+    path = tmp_path / "whole.json"
+    made = ("--tokens", "8", "--prompt-tokens", "100", "--repeat", "2", "--case", "code", "--case", "prefix")
+    assert tidectl("bench", "--url", tide.url, "--receipt", str(path), *made).exit_code == 0
+    body: dict[str, Any] = json.loads(path.read_text())
+    return body
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda body: body.update(settings={}), "is no receipt"),
+        (lambda body: body["settings"].update(repetitions="two"), "is no receipt"),
+        (lambda body: body["settings"].update(streams=10**9), "is no receipt"),
+        (lambda body: body["settings"].update(fidelity="exact\n"), "is no receipt"),
+        (lambda body: body["server"].pop("before"), "is no receipt"),
+        (lambda body: body["server"].update(before=[]), "is no receipt"),
+        (lambda body: body["machine"].pop("load"), "is no receipt"),
+        (lambda body: body["cases"][0].update(name="poem"), r"a case that is not known here \(poem\)"),
+        (lambda body: body["settings"]["cases"].append("poem"), r"a case that is not known here \(poem\)"),
+        (
+            lambda body: body["cases"][0].update(name="prose"),
+            r"name other cases \(code, prefix\) than it holds \(prose, ",
+        ),
+        (lambda body: body["cases"].pop(), "name other cases"),
+        (lambda body: body.update(cases=[]), "name other cases"),
+        (lambda body: (body.update(cases=[]), body["settings"].update(cases=[])), "is no receipt"),
+        (lambda body: body["settings"].update(repetitions=3), "code, prefix: there are other runs than its settings"),
+        (lambda body: body["cases"][1].update(repetitions=[]), "figures of prefix do not follow"),
+        (lambda body: body["cases"][1].update(repetitions=[], summary={}), "prefix: there are other runs"),
+        (lambda body: body["cases"][1].update(repetitions=[[], []], summary={}), "prefix: there are other runs"),
+        (lambda body: body["cases"][0].update(repetitions=body["cases"][0]["repetitions"][:1]), "do not follow|other"),
+    ],
+)
+def test_a_sealed_receipt_that_does_not_fit_together_is_refused(
+    tidectl: Tidectl, whole: dict[str, Any], tmp_path: Path, change: Any, told: str
+) -> None:
+    change(whole)
+    path = resealed(tmp_path / "odd.json", whole)
+    with pytest.raises(DataError, match=told):
+        receipt.read(path)
+    for command in (("verify", "--no-replay"), ("table",)):
+        assert tidectl("bench", *command, str(path)).exit_code == DataError.exit_code
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield at
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, found in inner:
+        yield from places(found, (*at, name))
+
+
+def test_whatever_a_sealed_receipt_holds_it_is_refused_or_can_be_shown_and_compared(
+    whole: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every place in turn, with a value of each kind."""
+    whole["server"]["after"] = {"uptime_s": 9.0}  # nobody reads it
+    told, shown = json.dumps(whole), 0
+    again = receipt.read(resealed(tmp_path / "whole.json", whole))
+    for at in places(whole):
+        for odd in (None, True, -1, 1e300, "two", [], {"two": [[]]}):
+            body = json.loads(told)
+            if not at:
+                body = odd
+            else:
+                inside = body
+                for name in at[:-1]:
+                    inside = inside[name]
+                inside[at[-1]] = odd
+            try:
+                found = receipt.read(resealed(tmp_path / "odd.json", body))
+            except DataError:
+                continue
+            table.show(found)
+            table.markdown([("odd", found)])
+            verify.differences(found, again)
+            assert verify.options_of(found).cases == ["code", "prefix"]
+            assert len([verify.judge(one, two) for one, two in zip(found.cases, again.cases, strict=True)]) == 2
+            shown += 1
+    assert shown > 100
+    capsys.readouterr()
+
+
+def test_a_file_that_is_nested_without_an_end_is_no_receipt(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text('{"server": ' + '{"before": ' * 9000)
+    with pytest.raises(DataError, match="is no receipt"):
+        receipt.read(tmp_path / "deep.json")
+
+
+def test_what_the_command_takes_a_receipt_may_hold() -> None:
+    hints = get_type_hints(bench_command.run, include_extras=True)
+    most = {name: hints[name].__metadata__[0].max for name in ("streams", "repeat")}
+    assert most == {"streams": receipt.MOST_STREAMS, "repeat": receipt.MOST_RUNS}

@@ -9,13 +9,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from tidectl.bench.cases import BY_NAME, Sizes
 from tided.errors import DataError
 
 SCHEMA = "tidectl.bench/1"
+MOST_RUNS, MOST_STREAMS = 100, 64  # as the command's
 
 
 class Measured(msgspec.Struct, forbid_unknown_fields=True):
@@ -62,15 +65,53 @@ class CaseResult(msgspec.Struct, forbid_unknown_fields=True):
     summary: dict[str, Spread]
 
 
+class Settings(msgspec.Struct, forbid_unknown_fields=True):
+    """What was asked for, within what the command takes. `words`: how many of ours were a prompt of `prompt_tokens`."""
+
+    cases: Annotated[list[str], Meta(min_length=1)]
+    repetitions: Annotated[int, Meta(ge=1, le=MOST_RUNS)]
+    answer_tokens: Annotated[int, Meta(ge=2)]
+    prompt_tokens: Annotated[int, Meta(ge=16)]
+    streams: Annotated[int, Meta(ge=1, le=MOST_STREAMS)]
+    seed: Annotated[int, Meta(ge=0)]
+    words: Annotated[int, Meta(ge=1)]
+    temperature: Annotated[float, Meta(ge=0, le=2)]
+    model: str
+    fidelity: Annotated[str, Meta(pattern=r"^(|fast|balanced|exact)\Z")]
+    thinking: bool | None
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.answer_tokens, self.prompt_tokens, self.streams, self.seed)
+
+
+class Machine(msgspec.Struct, forbid_unknown_fields=True):
+    """`load`: the mean of a minute when the runs were over."""
+
+    system: str
+    machine: str
+    processor: str
+    cores: int
+    load: float
+    python: str
+
+
+class Server(msgspec.Struct, forbid_unknown_fields=True):
+    """/health of a TideLM server, which tells build, machine, checkpoint and settings; of others nothing."""
+
+    url: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
 class Receipt(msgspec.Struct, forbid_unknown_fields=True):
-    """`build` and `machine`: the client's. `server`: its address, and its /health before and after, which tells build,
-    machine, checkpoint and settings of a TideLM server; of others nothing. `digest`: of everything else."""
+    """`build` and `machine`: the client's. `digest`: of everything else."""
 
     made: str
-    build: dict[str, Any]
-    machine: dict[str, Any]
-    settings: dict[str, Any]
-    server: dict[str, Any]
+    build: dict[str, str | None]
+    machine: Machine
+    settings: Settings
+    server: Server
     cases: list[CaseResult]
     schema: str = SCHEMA
     digest: str = ""
@@ -113,16 +154,39 @@ def read(path: Path) -> Receipt:
         receipt = msgspec.json.decode(path.read_bytes(), type=Receipt)
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror})", where=str(path), hint=hint) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"is no receipt ({error})", where=str(path), hint=hint) from error
     if receipt.schema != SCHEMA:
         raise DataError(f"is a receipt of another form ({receipt.schema})", where=str(path), hint=hint)
     if receipt.digest != digest_of(receipt):
         raise DataError("was changed after it was written: its digest is another", where=str(path), hint=hint)
-    wrong = [case.name for case in receipt.cases if _summary(case) != case.summary]
-    if wrong:
-        raise DataError(f"the figures of {', '.join(wrong)} do not follow from its runs", where=str(path), hint=hint)
+    if wrong := _contradiction(receipt):
+        raise DataError(wrong, where=str(path), hint=hint)
     return receipt
+
+
+def _contradiction(receipt: Receipt) -> str:
+    """What does not fit together, in words; empty: nothing."""
+    settings, names = receipt.settings, [case.name for case in receipt.cases]
+    if wrong := [case.name for case in receipt.cases if _summary(case) != case.summary]:
+        return f"the figures of {', '.join(wrong)} do not follow from its runs"
+    if unknown := [name for name in (*settings.cases, *names) if name not in BY_NAME]:
+        return f"has a case that is not known here ({unknown[0]})"
+    if names != settings.cases:
+        return f"its settings name other cases ({', '.join(settings.cases)}) than it holds ({', '.join(names)})"
+    if wrong := [case.name for case in receipt.cases if _shape(case) != _asked(case, settings)]:
+        return f"{', '.join(wrong)}: there are other runs than its settings name"
+    return ""
+
+
+def _shape(case: CaseResult) -> list[list[int]]:
+    """How many requests each group of each repetition has."""
+    return [[len(group.requests) for group in groups] for groups in case.repetitions]
+
+
+def _asked(case: CaseResult, settings: Settings) -> list[list[int]]:
+    runs = range(settings.repetitions)
+    return [[len(asks) for asks in BY_NAME[case.name].turns(settings.sizes, 1, run)] for run in runs]
 
 
 def _summary(case: CaseResult) -> dict[str, Spread] | None:
@@ -131,6 +195,12 @@ def _summary(case: CaseResult) -> dict[str, Spread] | None:
         return summarise(case.repetitions)
     except (ValueError, ArithmeticError):
         return None
+
+
+def part_of(told: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object of what a server told; {} where it told none."""
+    found = told.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def write(path: Path, receipt: Receipt) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from tidectl import about, http
 from tidectl.bench import measure, table
 from tidectl.bench.cases import BY_NAME, Ask, Case, Sizes, long_text
-from tidectl.bench.receipt import CaseResult, Receipt, summarise, write
+from tidectl.bench.receipt import CaseResult, Machine, Receipt, Server, Settings, summarise, write
 from tidectl.output import emit, say
 from tidectl.progress import Progress
 from tidectl.writable import refuse_unwritable
@@ -78,14 +78,19 @@ def measured(target: measure.Target, options: Options) -> Receipt:
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         build=about.build(),
         machine=machine(),
-        settings={
-            "cases": list(options.cases), "repetitions": options.repetitions, **options.sizes._asdict(), "words": words,
-            "temperature": target.temperature, "model": target.model, "fidelity": target.fidelity,
-            "thinking": target.thinking,
-        },
-        server={"url": _shown(target.url), "before": before, "after": _health(target)},
+        settings=Settings(
+            cases=list(options.cases),
+            repetitions=options.repetitions,
+            **options.sizes._asdict(),
+            words=words,
+            temperature=target.temperature,
+            model=target.model,
+            fidelity=target.fidelity,
+            thinking=target.thinking,
+        ),
+        server=Server(_shown(target.url), before, _health(target)),
         cases=results,
-    ).sealed()  # fmt: skip
+    ).sealed()
 
 
 def _case(target: measure.Target, case: Case, options: Options, words: int, progress: Progress) -> CaseResult:
@@ -143,9 +148,9 @@ def _health(target: measure.Target) -> dict[str, Any]:
     return found if found.get("engine") == "tidelm" else {}
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Machine:
     """Of the client: the server's own is in its /health."""
-    return guard.machine() | {"load": round(os.getloadavg()[0], 2), "python": platform.python_version()}
+    return Machine(**guard.machine(), load=round(os.getloadavg()[0], 2), python=platform.python_version())
 
 
 def _shown(url: str) -> str:

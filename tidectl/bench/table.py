@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tidectl.bench.cases import BY_NAME
-from tidectl.bench.receipt import CaseResult, Measured, Receipt, Spread
+from tidectl.bench.receipt import CaseResult, Measured, Receipt, Spread, part_of
 from tidectl.output import console, plain, say
 
 COLUMNS = ("case", "tok/s", "all tok/s", "first token", "prompt tok/s", "prompt", "answer", "substituted", "accepted")
@@ -25,7 +25,7 @@ def show(receipt: Receipt) -> None:
         bold = HEADLINES[BY_NAME[case.name].headline] if index == 0 else -1
         drawn.add_row(*(plain(cells[place], "bold" if place == bold else "") for place in told))
     console(sys.stdout).print(drawn)
-    say(f"medians (least to most) of {receipt.settings['repetitions']}; {_settings(receipt)}", "dim")
+    say(f"medians (least to most) of {receipt.settings.repetitions}; {_settings(receipt)}", "dim")
     if any(not request.counted for case in receipt.cases for request in _requests(case)):
         say("this server does not count tokens: its chunks were counted, one a token", "yellow")
 
@@ -52,7 +52,7 @@ def rows(case: CaseResult) -> Iterator[list[str]]:
             _range([request.prompt_tokens for request in requests]),
             _range([request.tokens for request in requests]),
             _share([request.stats.get("substituted_weight_share") for request in requests]),
-            _mean([(request.stats.get("spec") or {}).get("accept_len_mean") for request in requests]),
+            _mean([part_of(request.stats, "spec").get("accept_len_mean") for request in requests]),
         ]
 
 
@@ -81,8 +81,8 @@ def _mean(values: list[Any]) -> str:
 
 
 def _settings(receipt: Receipt) -> str:
-    settings, model = receipt.settings, receipt.server["before"].get("model", "")
-    parts = [f"temperature {settings['temperature']:g}", f"seed {settings['seed']}", *([model] if model else [])]
+    settings, model = receipt.settings, str(receipt.server.before.get("model", ""))
+    parts = [f"temperature {settings.temperature:g}", f"seed {settings.seed}", *([model] if model else [])]
     return ", ".join(parts)
 
 

@@ -2,11 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from tidectl.bench import measure, run
-from tidectl.bench.cases import BY_NAME, Sizes
-from tidectl.bench.receipt import CaseResult, Receipt, Spread, read
+from tidectl.bench.cases import BY_NAME
+from tidectl.bench.receipt import CaseResult, Receipt, Spread, part_of, read
 from tidectl.output import console, emit, plain, say
 
 LOWER_IS_BETTER = {"ttft_s"}
@@ -50,7 +52,7 @@ def verify(path: Path, target: measure.Target | None, tolerance: float, as_json:
         if found.slower > tolerance:
             say(
                 f"{found.case}: takes {found.slower:.0%} longer than the receipt says, {tolerance:.0%} is no failure; "
-                f"load now {now.machine['load']:g}, then {receipt.machine['load']:g}",
+                f"load now {now.machine.load:g}, then {receipt.machine.load:g}",
                 "red",
             )
     return int(any(verdict.slower > tolerance for verdict in verdicts))
@@ -59,12 +61,11 @@ def verify(path: Path, target: measure.Target | None, tolerance: float, as_json:
 def asked_again(receipt: Receipt, target: measure.Target) -> measure.Target:
     """The receipt's way of asking, at this server."""
     names = ("model", "temperature", "fidelity", "thinking")
-    return target._replace(**{name: receipt.settings[name] for name in names})
+    return target._replace(**{name: getattr(receipt.settings, name) for name in names})
 
 
 def options_of(receipt: Receipt) -> run.Options:
-    sizes = Sizes(**{name: receipt.settings[name] for name in Sizes._fields})
-    return run.Options(receipt.settings["cases"], sizes, receipt.settings["repetitions"], None)
+    return run.Options(receipt.settings.cases, receipt.settings.sizes, receipt.settings.repetitions, None)
 
 
 def judge(old: CaseResult, new: CaseResult) -> Verdict:
@@ -84,20 +85,16 @@ def differences(old: Receipt, new: Receipt) -> list[str]:
 
 def _told(receipt: Receipt) -> dict[str, object]:
     """Build and machine are the server's where it tells them, else only the client's are known."""
-    server = receipt.server["before"]
+    server, client = receipt.server.before, msgspec.structs.replace(receipt.machine, load=0.0)
     return {
         "build": server.get("build") or receipt.build,
-        "machine": server.get("machine") or _without(receipt.machine, "load"),
-        "client": (receipt.build, _without(receipt.machine, "load")),
+        "machine": server.get("machine") or client,
+        "client": (receipt.build, client),
         "model": server.get("model"),
         "checkpoint": (server.get("checkpoint"), server.get("overlay")),
-        "settings": _without(server.get("engine_config") or {}, *MEASURED),
+        "settings": {name: told for name, told in part_of(server, "engine_config").items() if name not in MEASURED},
         "policy": server.get("engine_policy"),
     }
-
-
-def _without(facts: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {key: value for key, value in facts.items() if key not in names}
 
 
 def _texts(case: CaseResult) -> list[str]:
