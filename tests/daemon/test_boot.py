@@ -1,5 +1,6 @@
 """What ranks tell each other before they serve."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -64,6 +65,26 @@ def test_the_processor_is_a_fact(monkeypatch):
     monkeypatch.setattr(facts.torch.backends.cpu, "get_cpu_capability", lambda: "another")
     differences = guard.compare(ours, facts_of(opened))
     assert [(name, theirs) for name, _, theirs in differences] == [("processor", "another")]
+
+
+@pytest.mark.parametrize("driver", ["580.95.05", None])
+def test_of_a_gpu_its_name_its_driver_and_the_collectives_are_facts(monkeypatch, tmp_path, driver):
+    cuda = facts.torch.cuda
+    monkeypatch.setattr(cuda, "get_device_name", lambda: "NVIDIA GB10")
+    monkeypatch.setattr(cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(facts, "NVIDIA_DRIVER", tmp_path / "version")
+    if driver:
+        (tmp_path / "version").write_text(f"{driver}\n")
+    opened = open_model(settings_of(GOLDEN))
+    device = replace(opened.settings.engine, device="cuda")
+    ours = facts_of(dataclasses.replace(opened, settings=replace(opened.settings, engine=device)))
+    told = {"processor": "NVIDIA GB10", "driver": driver or guard.ABSENT, "library.nccl": "2.27.3"}
+    assert ours.items() >= told.items()
+    monkeypatch.setattr(cuda.nccl, "version", lambda: (2, 28, 1))
+    theirs = facts_of(dataclasses.replace(opened, settings=replace(opened.settings, engine=device)))
+    assert guard.compare(ours, theirs) == [("library.nccl", "2.27.3", "2.28.1")]
+    assert facts.about(ours)["machine"]["device"] == "NVIDIA GB10"
+    assert facts.about(ours)["build"]["nccl"] == "2.27.3"
 
 
 def test_of_the_facts_those_are_told_that_a_figure_is_of(monkeypatch):

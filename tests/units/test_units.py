@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tided import errors
+from tided.api.auth import read_keys
+from tided.control.keys import CREDENTIAL, credential
 
 UNITS = Path(__file__).parents[2] / "units"
 RESTARTED = {1, 69, 70}  # a mistake of ours, something missing, failed ranks
@@ -96,6 +98,61 @@ def test_a_pair_that_fails_again_and_again_is_given_up():
     assert every == "1h"
     for profile in BUNDLED_DIR.glob("*.toml"):
         assert int(burst) * (load(profile).parallel.start_timeout_s + int(pause) + 60) < 3600, profile
+
+
+def test_the_daemon_says_when_it_is_ready_and_nobody_else_may():
+    """Without `notify` it would count as started before it has read a byte; with another access, a process that decodes
+    images could keep the watchdog quiet."""
+    assert values("Type") == ["notify"]
+    assert values("NotifyAccess") == ["main"]
+    assert int(values("WatchdogSec")[0]) > 0
+
+
+def test_each_credential_has_a_file_of_root_and_one_that_stands_in_for_it():
+    """A unit does not start without a file that `LoadCredential` alone names."""
+    given = [value.split(":", 1) for value in values("SetCredential")]
+    read = [value.split(":", 1) for value in values("LoadCredential")]
+    assert sorted(given) == [["api-keys", "#"], [CREDENTIAL, "#"]]
+    assert sorted(read) == [["api-keys", "/etc/tidelm/api-keys"], [CREDENTIAL, "/etc/tidelm/curve.key"]]
+
+
+def test_a_credential_that_stands_in_is_taken_for_none(tmp_path):
+    """The ranks' own keys then count; a profile that names the API's is refused, and opens nothing."""
+    for value in values("SetCredential"):
+        name, _, content = value.partition(":")
+        (tmp_path / name).write_text(content)
+    environment = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+    assert credential(environment) is None
+    with pytest.raises(errors.ConfigError, match="holds no API key"):
+        read_keys(tmp_path / "api-keys")
+    (tmp_path / CREDENTIAL).write_text("{}")
+    assert credential(environment) == tmp_path / CREDENTIAL
+
+
+@pytest.mark.parametrize(
+    ("directive", "found"),
+    [
+        ("SystemCallFilter", ["@system-service", "~@privileged"]),
+        ("SystemCallArchitectures", ["native"]),
+        ("SystemCallErrorNumber", ["EPERM"]),
+        ("CapabilityBoundingSet", [""]),
+        ("AmbientCapabilities", [""]),
+        ("NoNewPrivileges", ["yes"]),
+        ("ProtectSystem", ["strict"]),
+        ("ProtectHome", ["tmpfs"]),
+        ("DevicePolicy", ["closed"]),
+        ("DeviceAllow", ["char-nvidia* rw", "char-infiniband* rw"]),
+        ("RestrictAddressFamilies", ["AF_UNIX AF_INET AF_INET6 AF_NETLINK"]),
+        ("UMask", ["0077"]),
+        ("StateDirectoryMode", ["0700"]),
+        ("LimitCORE", ["0"]),
+        ("KillMode", ["mixed"]),
+        ("ExecReload", ["/bin/kill -HUP $MAINPID"]),
+    ],
+)
+def test_what_systemd_keeps_the_daemon_from(directive, found):
+    """As text, where no systemd is that would judge it."""
+    assert values(directive) == found
 
 
 def test_what_a_gpu_and_its_memory_need_is_not_taken():
