@@ -20,9 +20,10 @@ from tests.page.sea import HOT, LOADING, MISSING, RESIDENT, served
 from tests.page.sea import Sea as Engine
 from tests.tidectl.canned import Canned, Tidectl
 from tests.tidectl.terminal import Terminal
+from tidectl.live.look import ASCII, WIDE, Look
 from tidectl.live.sea import Sea
 from tidectl.live.top import glyphs
-from tidectl.live.view import ASCII, WIDE, Look, lines, small_map
+from tidectl.live.view import lines, small_map
 from tided.api.viewers import Viewers
 from tided.errors import TideError
 

@@ -11,9 +11,10 @@ import msgspec
 from rich.text import Text
 
 from tidectl import http
+from tidectl.live.look import ASCII, SPANS_S, WIDE, Glyphs, Look
 from tidectl.live.screen import opened
 from tidectl.live.sea import Sea
-from tidectl.live.view import ASCII, SPANS_S, WIDE, Glyphs, Look, lines, small_map
+from tidectl.live.view import lines, small_map
 from tidectl.output import console, emit, is_terminal, say
 from tidectl.running import server_url
 from tided.errors import PermissionError_, TideError, UsageError
