@@ -119,13 +119,14 @@ def case_layer() -> None:
         chunk = Chunk(model, model.rotations.begin([lane], count))
         mixed = Mixed(x, x, x, x, NATIVE.activation(x.float()).to(torch.bfloat16))
         object.__setattr__(bank, "urgent", None)
-        whole = chunk._moe(moe, mixed).clone()
+        whole, demand = chunk._moe(moe, mixed).clone(), bank.tap._seen[-1].scores
         waiting = Waiting(bank, exact_lane=1)
         for expert in range(0, 3):
             waiting.withdraw(1, expert)
         others = chunk._moe(moe, mixed)
         object.__setattr__(bank, "urgent", waiting)
         assert torch.equal(chunk._moe(moe, mixed), whole), "what is read before use leaves a trace"
+        assert torch.equal(bank.tap._seen[-1].scores, demand), "another router, which a small model's outputs hide"
         assert not torch.equal(others, whole)
         assert waiting.reads > 0
         bank.tables.change(waiting.kept)

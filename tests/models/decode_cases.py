@@ -155,36 +155,42 @@ class Waiting:
 
 def case_layer() -> None:
     """The experts of a layer: a row has the same bits alone, beside one that waits, and waiting for what others have
-    here; in a step's form and in a chunk's."""
+    here; its demand as well, where so small a model's outputs hide a router's last bit."""
     model = loaded(DEVICE, True)
     moe = model.blocks[1].moe
-    bank, count = moe.bank, 2
-    x = (2 * torch.randn(count, model.shape.hidden_size, generator=draw)).to(DEVICE, torch.bfloat16)
+    bank, every = moe.bank, range(6)  # of two lanes, one row each in turn
+    x = (2 * torch.randn(len(every), model.shape.hidden_size, generator=draw)).to(DEVICE, torch.bfloat16)
     waiting = Waiting(bank, exact_lane=1)
 
-    def step(waits: bool, *which: int) -> tuple[Tensor, Any]:
-        rows = list(which)
+    def step(waits: bool, *rows: int) -> tuple[Tensor, Tensor]:
         made = model.steps._prepare(model, len(rows)).step
-        lanes = torch.tensor(rows, device=DEVICE)
+        lanes = torch.tensor(rows, device=DEVICE) % 2
         object.__setattr__(bank, "urgent", waiting if waits else None)
         made.waiting = Pass([], lanes, lanes, lanes, lanes) if waits else None
-        mixed = Mixed(x, x, x, x[rows], NATIVE.activation(x[rows].float()).to(torch.bfloat16))
-        return made._moe(moe, mixed).clone(), made.inputs.routed_of(1)
+        mixed = Mixed(x, x, x, x[list(rows)], NATIVE.activation(x[list(rows)].float()).to(torch.bfloat16))
+        out, routed = made._moe(moe, mixed).clone(), made.inputs.routed_of(1)
+        return out, (bank.tap._seen[-1].scores if waits else routed.wanted_scores.clone())
 
-    whole, routed = step(False, 0, 1)
-    assert torch.equal(step(True, 0, 1)[0], whole), "where nobody misses anything, a step that may wait is another"
-    for expert in {*routed.wanted[0, :1].tolist(), *routed.wanted[1].tolist()}:
+    whole, scores = step(False, *every)
+    waits, demand = step(True, *every)
+    assert torch.equal(waits, whole), "where nobody misses anything, a step that may wait is another"
+    assert torch.equal(demand, scores)
+    wanted = bank.tap._seen[-1].wanted
+    for expert in {*wanted[0, :1].tolist(), *wanted[1].tolist()}:
         waiting.withdraw(1, expert)
+    bank.tap.take(0)
+    bank.tap.take(1)
     alone = step(False, 0)[0][0]
     assert not torch.equal(alone, whole[0])
-    both = step(True, 0, 1)[0]
-    assert waiting.reads == moe.top_k
+    both, demand = step(True, *every)
+    assert waiting.reads >= moe.top_k
     assert torch.equal(both[0], alone), "a fast row depends on who is beside it"
-    assert torch.equal(both[1], whole[1]), "what is read before use leaves a trace"
+    assert torch.equal(both[1::2], whole[1::2]), "what is read before use leaves a trace"
     assert torch.equal(step(True, 1)[0][0], both[1]), "a row that waits depends on who is beside it"
+    assert torch.equal(demand, scores)
     (_, _, fast), (_, _, exact) = bank.tap.take(0), bank.tap.take(1)
     assert fast[1] > 0 == fast[4], "fast rows miss, and nothing is read for them"
-    assert exact[1] == exact[4] == 2 * moe.top_k, "exact rows get what they miss"
+    assert exact[1] == exact[4] >= 2 * moe.top_k, "exact rows get what they miss"
 
 
 def case_company() -> None:
