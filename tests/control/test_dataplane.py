@@ -116,6 +116,14 @@ def test_adapters_are_nccl_s_and_its_alone(monkeypatch):
     assert (os.environ["NCCL_IB_HCA"], os.environ["NCCL_IB_GID_INDEX"]) == ("rocep1s0f0,roceP2p1s0f0", "0")
     with pytest.raises(ConfigError, match="only CUDA ranks use"):
         _choose_adapters(Parallel(gid_index=0), False)
+    monkeypatch.setenv("NCCL_IB_GID_INDEX", "")  # NCCL would take it for index 0
+    _choose_adapters(Parallel(), True)
+    assert "NCCL_IB_GID_INDEX" not in os.environ
+
+
+def test_a_group_on_a_cpu_refuses_adapters():
+    with pytest.raises(ConfigError, match="only CUDA ranks use"):
+        TorchGroup(make_settings(2, gid_index=0), 0)
 
 
 def test_a_busy_port_is_named():

@@ -23,7 +23,9 @@ def fails(tmp_path, rank, words):
 
 def test_an_answer_is_finished_before_an_orderly_stop(checkpoint, tmp_path):
     with running(profile_text(checkpoint), tmp_path, drain_s=60) as pair:  # as long as a busy machine needs
-        assert health(pair.url)[1]["status"] == "ok"
+        served = health(pair.url)[1]
+        assert served["status"] == "ok"
+        assert served["engine_config"]["data_plane"]["sum_us"] > 0, "how fast the ranks add is not told"
         stream = Stream(pair.url, max_tokens=8)
         stream.first_words()
         pair.handle.process.send_signal(signal.SIGTERM)

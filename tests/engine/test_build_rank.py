@@ -101,6 +101,13 @@ def test_the_policy_of_drafts_is_the_profiles(draft, mode, fixed):
     assert (depths.mode, depths.fixed, depths.most) == (mode, fixed, 5)
 
 
+def test_what_a_proposal_costs_is_learned_as_the_model_makes_it():
+    settings = replace(settings_of(GOLDEN), engine=Engine(draft="acceptance"))
+    for one_by_one in (False, True):
+        model = SimpleNamespace(draft_tokens=7, drafts_one_by_one=one_by_one)
+        assert draft_depths(settings, model)._one_by_one == one_by_one
+
+
 def from_packs(directory, verify=False):
     model = opened(resident=40)
     experts = replace(model.settings.experts, source="pack", pack_dir=str(directory), verify_reads=verify)

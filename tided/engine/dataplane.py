@@ -80,6 +80,15 @@ class TorchGroup:
         """[..., n] -> [..., ranks * n]; any type."""
         return self._timed(part, _concat)
 
+    def meet(self, where: str, wait_s: float) -> None:
+        """Returns when every rank has come here, once for each `where`. A collective has less patience. Raises
+        UnavailableError when one does not come within `wait_s`."""
+        self._store.set(f"{where}-{self.rank}", "here")
+        try:
+            self._store.wait([f"{where}-{rank}" for rank in range(self.ranks)], timedelta(seconds=wait_s))
+        except RuntimeError as error:
+            raise UnavailableError(f"not every rank has {where} within {wait_s:g} s: {_first_line(error)}") from error
+
     def close(self) -> None:
         """Lets go without waiting for anybody: a peer may be dead, and an orderly destroy would wait for it. NCCL may
         never let go while captured graphs hold collectives: then it is left behind, for the process to end with."""
@@ -194,6 +203,8 @@ def _choose_adapters(parallel: Parallel, on_cuda: bool) -> None:
         os.environ["NCCL_IB_HCA"] = parallel.hca
     if parallel.gid_index >= 0:
         os.environ["NCCL_IB_GID_INDEX"] = str(parallel.gid_index)
+    elif not os.environ.get("NCCL_IB_GID_INDEX", "").strip():
+        os.environ.pop("NCCL_IB_GID_INDEX", None)  # NCCL would take an empty one for index 0
 
 
 def _interface_of(host: str) -> str:
