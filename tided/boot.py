@@ -6,6 +6,7 @@
     data plane                           from here on a lost peer is seen by the heartbeats
     arena, dense weights, residents      the memory and the time
     Ready: digest of what was loaded
+    on a GPU: kernels and graphs         what takes seconds once is not a request's
     step loop
 
 Each phase leaves one line in the log: seconds, and the memory of the process after it.
@@ -35,6 +36,7 @@ from tided.engine.leader import LeaderEngine
 from tided.engine.link_probe import LinkSpeed, measure
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Event
+from tided.engine.warming import warm_up
 from tided.errors import TideError
 from tided.experts.arena import Pair
 from tided.models.parallel import Alone, Group
@@ -95,6 +97,7 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
             with _built(opened, 0, pairs, state_dir, loop) as built:
                 with _phase("other ranks", loop):
                     link.ready(built.residents.digest())
+                _warm(built, 0, loop)
                 limits = scheduler_limits(settings, built.model.draft_tokens)
                 scheduler = Scheduler(limits, depths=draft_depths(settings, built.model))
                 engine = LeaderEngine(
@@ -122,6 +125,7 @@ def _follow(settings: Settings, rank: int, keys: Keys, state_dir: Path, loop: Lo
             loop.joined(welcome.session)
         with _built(opened, rank, welcome.residents, state_dir, loop) as built:
             link.ready(built.residents.digest())
+            _warm(built, rank, loop)
             engine = FollowerEngine(built.executor, link, loop.ended, settings.engine.threads)
             _serve(engine, rank, state_dir, loop)
 
@@ -180,6 +184,17 @@ def _built(opened: OpenedModel, rank: int, pairs: Sequence[Pair], state_dir: Pat
         log.info("residents: %d experts, %d MB of slots", len(pairs), built.residents.arena_bytes >> 20)
         with closing(built):
             yield replace(built, link=link)
+
+
+def _warm(built: Rank, rank: int, loop: LoopSide) -> None:
+    """Once all ranks have loaded. A CPU compiles nothing."""
+    settings = built.opened.settings
+    if settings.engine.device != "cuda":
+        return
+    with _phase("warming up", loop), allocating(built.opened, rank):
+        if isinstance(built.group, TorchGroup):
+            built.group.meet("loaded", settings.parallel.start_timeout_s)
+        warm_up(built.model, built.bank.tap, settings, _Reporter(loop))
 
 
 @contextmanager

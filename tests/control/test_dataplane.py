@@ -11,8 +11,9 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 
-from tests.control.conftest import make_settings
+from tests.control.conftest import free_ports, make_settings
 from tests.control.group_rank import awkward
 from tided.engine.dataplane import TorchGroup, _choose_adapters, _interface_of
 from tided.errors import ConfigError, UnavailableError
@@ -124,6 +125,16 @@ def test_adapters_are_nccl_s_and_its_alone(monkeypatch):
 def test_a_group_on_a_cpu_refuses_adapters():
     with pytest.raises(ConfigError, match="only CUDA ranks use"):
         TorchGroup(make_settings(2, gid_index=0), 0)
+
+
+def test_who_does_not_come_to_a_meeting_is_not_waited_for_longer():
+    group = TorchGroup.__new__(TorchGroup)
+    group.rank, group.ranks = 0, 2
+    group._store = TCPStore("127.0.0.1", free_ports(1), 2, is_master=True, wait_for_workers=False)
+    with pytest.raises(UnavailableError, match=r"not every rank has loaded within 0\.2 s"):
+        group.meet("loaded", 0.2)
+    group._store.set("loaded-1", "here")
+    group.meet("loaded", 20.0)
 
 
 def test_a_busy_port_is_named():

@@ -84,6 +84,7 @@ class Rank:
     residents: Residents
     reads: "ExpertReads"
     executor: Executor
+    group: Group
     link: LinkSpeed | None = None  # between the ranks; None: one alone
 
     def close(self) -> None:
@@ -134,7 +135,8 @@ def build_rank(
     residents.fill(pairs, lambda done, total: progress("experts", done, total))
     reads.io.set_mode("serve")
     caching = open_caching(opened, model, cache_dir, reads.io)
-    return Rank(opened, model, bank, residents, reads, Executor(model, residents, tap, urgent, caching, group))
+    executor = Executor(model, residents, tap, urgent, caching, group)
+    return Rank(opened, model, bank, residents, reads, executor, group)
 
 
 Source = RunSource | PackSource

@@ -2,7 +2,7 @@
 must have come from the disk.
 
 The first step of a number of rows runs eagerly: it is a real step, and it compiles the kernels. Then the same code is
-captured, which runs nothing, so no warm-up serves nobody and none leaves demand behind. From then on a step is: a copy
+captured, which runs nothing. (`engine.warming` has it done before a rank serves.) From then on a step is: a copy
 of what its rows are (positions, and the addresses of their lanes' memory), the pieces, and the logits. Whatever else
 changes between steps is read where it lies: routing tables and expert slots, pages, rings. The host reads nothing.
 

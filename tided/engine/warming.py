@@ -1,0 +1,62 @@
+"""What a GPU does for the first time takes seconds: kernels are compiled, steps are captured. All of it is done once
+before a rank says that it is ready, so that no request waits for it, and no watch over steps takes it for a fault.
+
+Every rank computes the same, so that their collectives meet, on a lane that nobody has; nothing of it is left but what
+was compiled: the lane is closed, and its demand is nobody's."""
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.rows import ROWS
+from tided.engine.drafting import Chooser
+from tided.engine.sampling import sample
+from tided.engine.types import Sampling
+from tided.experts.tables import DemandTap
+from tided.models.base import Model
+from tided.settings import Settings
+
+SHORT_TOKENS = 32  # of a prompt whose kernels are those of few rows
+TOKEN = 0  # any: what is computed is read by nobody
+Told = Callable[[str, int, int], None]  # (what is computed, parts done, parts in all)
+
+
+@torch.inference_mode()
+def warm_up(model: Model, tap: DemandTap, settings: Settings, told: Told) -> None:
+    """Prompts and decode steps as serving will have them, while no lane is open."""
+    rows = row_counts(settings, model.draft_tokens)
+    device, tap.enabled = tap.uses.device, False
+    lane = model.open_lane(0)
+    try:
+        for tokens in prompts(settings, rows[-1]):
+            model.prefill(lane, torch.full((tokens,), TOKEN), "last")
+        for done, count in enumerate(rows):
+            told("warming up", done, len(rows))
+            logits = model.decode([lane], torch.full((count,), TOKEN), [count])
+            if count > 1:
+                model.keep(lane, 1)
+            sample(logits, [(Sampling(temperature=0.0), lane.position)] * count)
+            sample(logits[:1], [(Sampling(), lane.position)])
+        if settings.engine.draft != "off" and model.draft_tokens:
+            choose = Chooser([Sampling()], [lane.position + 1])
+            model.propose([lane], torch.tensor([TOKEN], device=device), choose)
+        told("warming up", len(rows), len(rows))
+    finally:
+        model.close_lane(lane)
+        tap.enabled = True
+
+
+def row_counts(settings: Settings, draft_tokens: int) -> range:
+    """Rows that decode steps may have: of every lane one, and its drafts. `draft_tokens`: most that the model makes."""
+    draft = settings.engine.draft
+    each = 1 + (0 if draft == "off" else min(int(draft), draft_tokens) if draft.isdigit() else draft_tokens)
+    room = (settings.cache.context_tokens - 1) // 2  # each stays one token, and a block needs room behind them
+    return range(1, min(ROWS, settings.engine.lanes * each, max(1, room)) + 1)
+
+
+def prompts(settings: Settings, rows: int) -> list[int]:
+    """Tokens of prompts: few, and a whole chunk, where the context has room for both and for the steps behind them."""
+    room = settings.cache.context_tokens - 2 * rows
+    short = min(SHORT_TOKENS, room)
+    chunk = min(settings.model.prefill_chunk_tokens, room - short)
+    return [tokens for tokens in (short, chunk) if tokens > 0]
