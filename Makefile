@@ -1,4 +1,4 @@
-# The commands of the README. `make` alone lists them.
+# The targets of docs/commands.md. `make` alone lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv

@@ -117,7 +117,7 @@ class ScriptedEngine:
         return self.audited
 
     def asker_of(self, request_id: str) -> str | None:
-        found = (one.request for one in self.answers if one.request.request_id == request_id)
+        found = (one.request for one in self.answers[::-1] if request_id in (one.request.request_id, "latest"))
         return next((one.asker for one in found), None)
 
     def expert_map(self, slots: bool = False) -> dict[str, Any] | None:

@@ -68,8 +68,9 @@ async def test_an_exact_answer_of_a_quarter_of_the_experts_is_that_of_all(model,
         assert (status, reply["error"]["param"]) == (400, "fidelity")
 
 
-async def test_the_requests_of_the_readme_do_what_it_says(whole):
-    bodies = [json.loads(body) for body in re.findall(r"-d '(\{.*?\})'", (ROOT / "README.md").read_text(), re.DOTALL)]
+async def test_the_requests_of_the_page_do_what_it_says(whole):
+    page = (ROOT / "docs" / "openai.md").read_text()
+    bodies = [json.loads(body) for body in re.findall(r"-d '(\{.*?\})'", page, re.DOTALL)]
     tool = next(body for body in bodies if "tools" in body)
     thinking = next(body for body in bodies if "thinking" in body)
     call = (await post(whole.url, tool))[1]["choices"][0]["message"]["tool_calls"][0]["function"]
