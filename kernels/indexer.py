@@ -20,8 +20,15 @@ def best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
     tied = score == border
     room = count - above.sum(-1, keepdim=True)
     taken = above | (tied & (tied.cumsum(-1) <= room))
-    indices = taken.nonzero()[:, 1].view(score.shape[0], count)
+    indices = _numbers(taken, count) if score.is_cuda else taken.nonzero()[:, 1].view(score.shape[0], count)
     return indices, score.gather(1, indices) > -torch.inf
+
+
+def _numbers(taken: Tensor, count: int) -> Tensor:
+    """taken [T, n] bool, `count` of each row -> their numbers [T, count] ascending, without a wait for the device."""
+    place = torch.where(taken, taken.cumsum(-1) - 1, count)
+    numbers = torch.arange(taken.shape[1], device=taken.device).expand_as(place)
+    return numbers.new_empty(len(taken), count + 1).scatter_(1, place, numbers)[:, :count]
 
 
 def merged(score: Tensor, position: Tensor, count: int) -> tuple[Tensor, Tensor]:

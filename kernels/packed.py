@@ -102,7 +102,7 @@ Linear = Plain | Fp8 | Mxfp4 | Exl3 | Stacked
 def product(x: Tensor, weight: Linear, n: Numerics) -> Tensor:
     """x [T, K] fp32 times weight [N, K] -> [T, N] fp32. `n` rounds the rotated input of a trellis; with its native
     rounding x is what bf16 holds, by which devices with kernels multiply."""
-    if x.is_cuda and n.cache is torch.bfloat16 and _has_kernel(weight):
+    if x.is_cuda and n.cache is torch.bfloat16 and has_kernel(weight):
         from kernels import packed_triton
 
         return packed_triton.product(x, weight)
@@ -117,9 +117,10 @@ def product(x: Tensor, weight: Linear, n: Numerics) -> Tensor:
     return torch.cat([matmul(x, weight.dense(tile.start, tile.stop)) for tile in _tiles(*weight.shape)], 1)
 
 
-def _has_kernel(weight: Linear) -> bool:
+def has_kernel(weight: Linear) -> bool:
+    """On CUDA, with the native rounding."""
     if isinstance(weight, Stacked):
-        return all(map(_has_kernel, weight.parts))
+        return all(map(has_kernel, weight.parts))
     return not isinstance(weight, Plain) or weight.weight.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -52,7 +52,7 @@ def _best(biased, score, expert, EP: tl.constexpr):
 def _route(
     parts, bias, routable, slot_of, ids, weights, slots, wanted, wanted_scores, wanted_weights, missed,
     rows, experts, bias_stride, routable_stride, route_scale, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr,
-    SPLIT: tl.constexpr, CHAINED: tl.constexpr,
+    SPLIT: tl.constexpr, SIGMOID: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     chained(CHAINED)
     row = tl.program_id(0)
@@ -61,7 +61,10 @@ def _route(
     bias += row * bias_stride
     routable += row * routable_stride
     z = split_sum(parts, row, expert, there, rows, experts, SPLIT, EP)
-    score = tl.sqrt_rn(tl.where(z > 20.0, z, _log1p(tl.exp(tl.minimum(z, 20.0)))))
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-z))
+    else:
+        score = tl.sqrt_rn(tl.where(z > 20.0, z, _log1p(tl.exp(tl.minimum(z, 20.0)))))
     biased = tl.where(there, score + tl.load(bias + expert, mask=there, other=0.0), float("-inf"))
     here = tl.load(routable + expert, mask=there, other=0) != 0
     left, left_here = biased, tl.where(here, biased, float("-inf"))
@@ -87,16 +90,18 @@ def _route(
 
 
 def route(
-    parts: Tensor, bias: Tensor, routable: Tensor, slot_of: Tensor, top_k: int, scale: float, out: Routed
-) -> None:
+    parts: Tensor, bias: Tensor, routable: Tensor, slot_of: Tensor, top_k: int, scale: float, out: Routed,
+    sigmoid: bool = False,
+) -> None:  # fmt: skip
     """parts [splits, R, E] fp32 of the gate's product; bias, and routable, bool: [E], or [R, E] where rows differ;
-    slot_of [E] int32 -> `out`. At least top_k experts must be routable: a resident set keeps that floor."""
+    slot_of [E] int32 -> `out`. At least top_k experts must be routable: a resident set keeps that floor. Scores are
+    sqrt(softplus), or `sigmoid`."""
     splits, rows, experts = parts.shape
     strides = (0 if one.dim() == 1 else experts for one in (bias, routable))
     _route[(rows,)](
         parts, bias, routable, slot_of, out.ids, out.weights, out.slots, out.wanted, out.wanted_scores,
         out.wanted_weights, out.missed, rows, experts, *strides, scale, K=top_k, KP=triton.next_power_of_2(top_k),
-        EP=triton.next_power_of_2(experts), SPLIT=splits, num_warps=4, **chain(parts.device),
+        EP=triton.next_power_of_2(experts), SPLIT=splits, SIGMOID=sigmoid, num_warps=4, **chain(parts.device),
     )  # fmt: skip
 
 

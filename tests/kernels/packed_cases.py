@@ -76,20 +76,23 @@ def there(weight: Linear) -> Linear:
             return Stacked(tuple(map(there, parts)))
 
 
+ALL_ROWS = "exl3, 3 bits, mcg"  # of trellises; the interpreter takes the others by few rows
+
+
 def main() -> None:
     for name, weight in CASES.items():
         held = there(weight)
-        for rows in (1, 3, 16, 70):
+        slow = not LARGE and isinstance(weight, Exl3) and name != ALL_ROWS
+        for rows in (3, 70) if slow else (1, 3, 16, 70):
             x = torch.randn(rows, K, generator=draw).bfloat16().float()
             wanted = packed.product(x, weight, WEIGHTS_ONLY)
             got = packed_triton.product(x.to(DEVICE), held).cpu()
             error = float((got - wanted).norm() / wanted.norm())
             print(f"  {name}, {rows} rows: {error:.1e}")
             assert error < (1e-3 if isinstance(weight, Exl3) else 2e-5), f"{name}, {rows} rows: {error:.2e}"
-            if rows == 16:
+            if rows == 16 and (LARGE or not isinstance(weight, Exl3)):  # the interpreter's depend on a row's place
                 few = packed_triton.product(x[5:8].to(DEVICE), held).cpu()
-                if LARGE or not isinstance(weight, Exl3):  # the interpreter's products depend on a row's place
-                    assert torch.equal(few, got[5:8]), f"{name}: a row depends on its company"
+                assert torch.equal(few, got[5:8]), f"{name}: a row depends on its company"
                 if LARGE:
                     assert torch.equal(packed.product(x.to(DEVICE), held, WEIGHTS_ONLY).cpu(), got)
 

@@ -82,12 +82,12 @@ class Drafter:
                 before.append(own[:-1] if skipped else torch.cat([_state(span.lane, span.start - 1), own[:-1]]))
             _remember(span.lane, span.start, own)
         if parts:
-            self._cache(self.rotations.of(parts), self._joined(torch.cat(tokens), torch.cat(before)))
+            self._cache(self.rotations.of(parts), self.joined(torch.cat(tokens), torch.cat(before)))
 
     def _cache(self, step: Pass, x: Tensor) -> None:
         attention = self.block.attention
         assert attention.indexer is not None, "this layer chooses for itself"
-        normed = self._input(x)
+        normed = self.input(x)
         attention.keep(step, normed)
         attention.indexer.keep(step, normed)
 
@@ -100,7 +100,7 @@ class Drafter:
         states = torch.cat([_state(lane, lane.position - 1) for lane in lanes])
         ids, logits, sure, token = [], [], [], anchors
         for place in range(min(places or self.size, self.size)):
-            states = self._step(chains, place, self._joined(token, states))
+            states = self._step(chains, place, self.joined(token, states))
             logits.append(self.group.concat(product(states, self.head, self.numerics)))
             token = choose(place, logits[-1])
             ids.append(token)
@@ -111,7 +111,7 @@ class Drafter:
         """x [R, D], a row of each lane -> the layer's normed output [R, D]."""
         n, block, attention = self.numerics, self.block, self.block.attention
         step = self.rotations.ahead([(chain.lane, chain.cached + place) for chain in chains])
-        normed = self._input(x)
+        normed = self.input(x)
         q_latent, query = attention.queries(step, normed)
         self._extend(chains, step, normed, q_latent)
         query = attention.asked(query)
@@ -166,14 +166,14 @@ class Drafter:
             return old.unsqueeze(0)
         return torch.cat([old, chain.rows if self.shares_choice else chain.rows[own - chain.cached]]).unsqueeze(0)
 
-    def _joined(self, token_ids: Tensor, states: Tensor) -> Tensor:
+    def joined(self, token_ids: Tensor, states: Tensor) -> Tensor:
         """token_ids [T], states [T, D] of the tokens before -> the layer's input [T, D]."""
         n = self.numerics
         token = n.store(rms_norm(self.embed(token_ids), self.token_norm, self.eps))
         both = torch.cat([token, n.store(rms_norm(states, self.state_norm, self.eps))], 1)
         return n.store(product(both, self.joint, n))
 
-    def _input(self, x: Tensor) -> Tensor:
+    def input(self, x: Tensor) -> Tensor:
         return self.numerics.store(rms_norm(x, self.block.input_norm, self.block.eps))
 
 

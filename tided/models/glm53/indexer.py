@@ -124,8 +124,8 @@ class Indexer:
         if self.share.ranks == 1:
             return list(found)
         width = min(self.top_k, self.share.most(tokens))
-        sent = torch.cat([_sent(score, position, width) for score, position in found])
-        got = self.group.concat(sent).view(len(sent), self.share.ranks, 2, width)
+        parts = torch.cat([sent(score, position, width) for score, position in found])
+        got = self.group.concat(parts).view(len(parts), self.share.ranks, 2, width)
         score, position = got[:, :, 0].flatten(1).view(torch.float32), got[:, :, 1].flatten(1).long()
         score, position = merged(score, position, self.top_k)
         counts = [len(score) for score, _ in found]
@@ -143,7 +143,7 @@ class Indexer:
         return Selection(places, None if span.count == 1 else counts)
 
 
-def _sent(score: Tensor, position: Tensor, width: int) -> Tensor:
+def sent(score: Tensor, position: Tensor, width: int) -> Tensor:
     """-> [T, 2 * width] int32: bits of the scores, positions."""
     both = torch.full((len(score), 2, width), -1, dtype=torch.int32, device=score.device)
     both[:, 0] = torch.tensor(-torch.inf).view(torch.int32)

@@ -1,7 +1,7 @@
 """The text path of GLM-5.3: prompt chunks and decode rows over paged context."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -13,9 +13,12 @@ from kernels.packed import Linear, product
 from tided.cache.context import After, ContextShape
 from tided.cache.pool import Pool
 from tided.errors import ConfigError
+from tided.experts.bank import ExpertBank
 from tided.models.base import Choose, Draft, LaneState, Layers, Pictured, through
 from tided.models.glm53.block import Block
+from tided.models.glm53.captured import DecodeSteps
 from tided.models.glm53.drafter import Drafter
+from tided.models.glm53.mlp import Moe
 from tided.models.glm53.step import Pass, Rotations
 from tided.models.paged import PagedLanes, Shape, context_of
 from tided.models.parallel import Group
@@ -39,6 +42,7 @@ class Glm53(PagedLanes):
     group: Group
     numerics: Numerics
     drafter: Drafter | None = None
+    steps: DecodeSteps = field(default_factory=DecodeSteps)  # of fixed shape, where kernels serve the device
     drafts_one_by_one: ClassVar[bool] = True
 
     def prefill(
@@ -70,11 +74,15 @@ class Glm53(PagedLanes):
         for context, count in zip(contexts, counts, strict=True):
             if count > 1:
                 context.begin_block(count)
-        parts, first = [], 0
-        for part in runs(counts):
+        parts, first, all_runs = [], 0, list(runs(counts))
+        for part in all_runs:
             count = sum(counts[part])
-            step = self.rotations.rows(contexts[part], counts[part])
-            parts.append(self.logits(self.run(step, token_ids[first : first + count])))
+            ids = token_ids[first : first + count]
+            if self.steps.serve(self, count):
+                parts.append(self.steps.run(self, contexts[part], counts[part], ids, len(all_runs) == 1))
+            else:
+                step = self.rotations.rows(contexts[part], counts[part])
+                parts.append(self.logits(self.run(step, ids)))
             first += count
         return torch.cat(parts)  # outside inference mode: an ordinary tensor
 
@@ -110,6 +118,11 @@ class Glm53(PagedLanes):
 
     def normed(self, rows: Tensor) -> Tensor:
         return self.numerics.store(rms_norm(rows, self.norm, self.eps))
+
+    @property
+    def bank(self) -> ExpertBank:
+        """Of the routed experts of the trunk."""
+        return next(block.mlp.bank for block in self.blocks if isinstance(block.mlp, Moe))
 
     def image_tokens(self, height: int, width: int) -> int:
         return 0

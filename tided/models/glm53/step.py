@@ -60,8 +60,13 @@ class Rotations:
     """The frequency table of a model, and the rank's `share` of its contexts."""
 
     def __init__(self, rope_dim: int, theta: float, device: torch.device, share: Share = ALONE) -> None:
-        self._table = frequencies(rope_dim, theta, None).to(device)
+        self.table = frequencies(rope_dim, theta, None).to(device)
         self.share = share
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> cos, sin [T, r / 2]: the parts of `Pass.turn`."""
+        angles = torch.outer(positions.to(torch.float32), self.table)
+        return angles.cos(), angles.sin()
 
     def begin(self, lane: Context, count: int) -> Pass:
         """A chunk of `count` rows of a lane that has the pages, from where it stands."""
@@ -75,15 +80,15 @@ class Rotations:
 
     def ahead(self, rows: Sequence[tuple[Context, int]]) -> Pass:
         """(lane, position) each: rows that have no place in the pool."""
-        device = self._table.device
+        device = self.table.device
         positions = torch.tensor([position for _, position in rows], device=device)
         lanes = torch.tensor([lane.index for lane, _ in rows], device=device)
         none = positions.new_empty(0)
-        return Pass([], positions, lanes, none, none, rotation(positions, self._table))
+        return Pass([], positions, lanes, none, none, rotation(positions, self.table))
 
     def of(self, parts: Sequence[tuple[Context, int, int]]) -> Pass:
         """(lane, start, count) each."""
-        device, share = self._table.device, self.share
+        device, share = self.table.device, self.share
         spans, places, owned, first = list[Span](), list[Tensor](), list[Tensor](), 0
         for lane, start, count in parts:
             spans.append(Span(lane, start, first, count))
@@ -95,4 +100,4 @@ class Rotations:
         positions = torch.cat([torch.arange(span.start, span.end, device=device) for span in spans])
         lanes = torch.tensor([span.lane.index for span in spans for _ in range(span.count)], device=device)
         kept = torch.cat(owned).nonzero()[:, 0] if share.ranks > 1 else None
-        return Pass(spans, positions, lanes, torch.cat(places), kept, rotation(positions, self._table))
+        return Pass(spans, positions, lanes, torch.cat(places), kept, rotation(positions, self.table))
