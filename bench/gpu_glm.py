@@ -1,27 +1,30 @@
 """A decode step of GLM-5.3 at the real shapes, one rank of two, on this GPU: where its time goes.
 
 Weights are made up (`tidectl synth --like glm53`): headers in a temporary directory, dense weights made as the loader
-reads them, experts random words on the device. `step` is from the ids to the logits on the device, the median; `host`
-is how long the engine's thread launches for. Parts are what is launched inside the methods that PARTS names, by torch's
-own profiler; one inside another counts for the inner one alone. `floor`: the bytes of the weights that a step must
-read, over what a kernel that only reads reaches in the same run. Alone, the two sums a layer over the ranks are left
-out."""
+reads them, experts random words on the device. `step` is from the ids to the logits on the device, the median of steps
+as they are served, captured; `host` is how long the engine's thread is busy with one; `graph` its graph alone. Parts
+are kernels, of the same step run eagerly: at every border between two parts a kernel that does nothing is launched, and
+what runs between two of these on the device is the part's, whoever launched it; a part inside another counts for itself
+alone. Launches that overlap make the parts more than the graph, and gaps make them less. `floor`: the bytes of the
+weights that a step must read, over what a kernel that only reads reaches in the same run. Alone, the two sums a layer
+over the ranks are left out."""
 
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from bench.exl3_slots import noise, write_heads
+from bench.gpu_timing import timed
 from bench.synthetic import OneOfTwo
 from kernels.exl3_record import Exl3Record
 from kernels.record import PAGE_BYTES
@@ -31,24 +34,26 @@ from tided.engine.slots import arena_of
 from tided.engine.synthetic import plan, synthesise
 from tided.experts.bank import ExpertBank
 from tided.experts.tables import DemandTap, RoutingTables
-from tided.models import mixture
-from tided.models.glm53.attention import Attention
-from tided.models.glm53.indexer import Indexer
-from tided.models.glm53.mlp import Dense, Moe
+from tided.models.glm53 import decode
+from tided.models.glm53.captured import Prepared
 from tided.models.glm53.model import Glm53
 from tided.models.glm53.released import widths_of
 from tided.settings import Cache, Experts, Parallel, Settings
 
+STEP_PARTS = {  # methods of a step
+    "attention": "attention",
+    "index": "choose",
+    "router": "route",
+    "shared, dense": "dense",
+    "norms": "normed",
+    "head": "head",
+}
 PARTS: dict[str, tuple[Any, str]] = {
-    "attention": (Attention, "forward"),
-    "index": (Indexer, "select"),
-    "router": (Moe, "route"),
-    "experts": (mixture, "grouped_experts"),
-    "shared, dense": (Dense, "of"),
-    "demand": (DemandTap, "record"),
-    "head": (Glm53, "logits"),
+    "experts": (decode, "grouped_experts"),
+    "demand": (DemandTap, "add_up"),
     "embedding": (Glm53, "embedded"),
 }
+BORDER = "spin_kernel"  # of torch.cuda._sleep
 CHUNK, MARGIN = 2048, 512  # tokens: of a prompt, and of answers
 
 
@@ -113,58 +118,92 @@ def prepared(model: Glm53, rows: int, context: int) -> tuple[list[Any], Tensor]:
         ids = torch.randint(0, model.shape.vocab_size, (context,), generator=draw).to(device)
         for part in ids.split(min(CHUNK, context)):
             model.prefill(lane, part, "none")
-    return lanes, torch.randint(0, model.shape.vocab_size, (rows,), generator=draw).to(device)
+    return lanes, torch.randint(0, model.shape.vocab_size, (rows,), generator=draw)
 
 
-@contextmanager
-def labelled() -> Iterator[None]:
-    """While it lasts, the parts say who they are to the profiler."""
-    kept = {part: getattr(*where) for part, where in PARTS.items()}
+@dataclass
+class Borders:
+    """Whose turn it is from each border on, and when the host came there."""
 
-    def saying(part: str, work: Any) -> Any:
+    on_gpu: bool
+    turns: list[str] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    inside: list[str] = field(default_factory=lambda: ["other"])
+
+    def cross(self) -> None:
+        if self.on_gpu:
+            torch.cuda._sleep(0)
+        self.turns.append(self.inside[-1])
+        self.times_s.append(time.perf_counter())
+
+    def around(self, part: str, work: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:
-            with record_function(part):
+            self.inside.append(part)
+            self.cross()
+            try:
                 return work(*given, **named)
+            finally:
+                self.inside.pop()
+                self.cross()
 
         return call
 
+
+def owners(step: Any) -> dict[str, tuple[Any, str]]:
+    """Where the parts of this step are."""
+    return {part: (type(step), name) for part, name in STEP_PARTS.items()} | PARTS
+
+
+@contextmanager
+def marked(step: Any, on_gpu: bool) -> Iterator[Borders]:
+    """While it lasts, parts cross borders."""
+    borders, places = Borders(on_gpu), owners(step)
+    kept = {part: getattr(*where) for part, where in places.items()}
     try:
-        for part, (owner, name) in PARTS.items():
-            setattr(owner, name, saying(part, kept[part]))
-        yield
+        for part, (owner, name) in places.items():
+            setattr(owner, name, borders.around(part, kept[part]))
+        yield borders
     finally:
-        for part, (owner, name) in PARTS.items():
+        for part, (owner, name) in places.items():
             setattr(owner, name, kept[part])
 
 
-def parts_us(model: Glm53, lanes: list[Any], ids: Tensor, rounds: int) -> dict[str, float]:
+def parts_us(model: Glm53, made: Prepared, rounds: int) -> dict[str, float]:
     """Microseconds a step, by part; "other": what is launched in none."""
-    on_gpu = model.norm.device.type == "cuda"
+    on_gpu, tap = model.norm.device.type == "cuda", model.bank.tap
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with labelled(), torch.inference_mode(), profile(activities=kinds) as seen:
+    with marked(made.step, on_gpu) as borders, torch.inference_mode(), profile(activities=kinds) as seen:
+        borders.cross()
         for _ in range(rounds):
-            with record_function("step"):
-                model.decode(lanes, ids)
+            made.step.run()
+            tap.record_step(made.wish)
+            tap.add_up()
+        borders.cross()
         if on_gpu:
             torch.cuda.synchronize()
-    events = [event for event in seen.events() if event.device_type.name == "CPU"]
-    spent = dict.fromkeys((*PARTS, "step"), 0.0)
-    for event in events:
-        if event.name in spent:
-            took = _took(event, on_gpu)
-            spent[event.name] += took
-            above = event.cpu_parent
-            while above is not None and above.name not in spent:
-                above = above.cpu_parent
-            if above is not None and above.name != "step":
-                spent[above.name] -= took
-    whole = spent.pop("step") / rounds
-    found = {part: us / rounds for part, us in spent.items()}
-    return found | {"other": whole - sum(found.values())}
+    spent = dict.fromkeys((*owners(made.step), "other"), 0.0)
+    for part, us in _on_device(seen, borders) if on_gpu else _on_host(borders):
+        spent[part] += us / rounds
+    return spent
 
 
-def _took(event: Any, on_gpu: bool) -> float:
-    return float(event.device_time_total if on_gpu else event.cpu_time_total)
+def _on_host(borders: Borders) -> Iterator[tuple[str, float]]:
+    for part, began_s, ended_s in zip(borders.turns, borders.times_s, borders.times_s[1:], strict=False):
+        yield part, 1e6 * (ended_s - began_s)
+
+
+def _on_device(seen: Any, borders: Borders) -> Iterator[tuple[str, float]]:
+    """Kernels in the order in which they began. Raises ValueError where a border was not seen."""
+    kernels = [event for event in seen.events() if event.device_type.name == "CUDA"]
+    turns = iter(borders.turns)
+    part = "other"
+    for event in sorted(kernels, key=lambda event: event.time_range.start):
+        if BORDER in event.name:
+            part = next(turns)
+        else:
+            yield part, event.time_range.elapsed_us()
+    if next(turns, None) is not None:
+        raise ValueError("the profiler lost kernels")
 
 
 def step_ms(model: Glm53, lanes: list[Any], ids: Tensor, rounds: int) -> tuple[float, float]:
@@ -172,6 +211,7 @@ def step_ms(model: Glm53, lanes: list[Any], ids: Tensor, rounds: int) -> tuple[f
     whole, host, on_gpu = list[float](), list[float](), model.norm.device.type == "cuda"
     with torch.inference_mode():
         for _ in range(rounds):
+            model.bank.tap.begin_step()
             began_s = time.perf_counter()
             model.decode(lanes, ids)
             host.append(1e3 * (time.perf_counter() - began_s))
@@ -193,15 +233,22 @@ def read_bytes(one: Made, rows: int) -> dict[str, float]:
     return {"experts": distinct * mean, "all else": float(dense)}
 
 
+def graph_ms(made: Prepared, rounds: int) -> float:
+    """Of its graph alone, the median; 0 where there is none."""
+    return 0.0 if made.captured is None else timed(made.captured.graph.replay, rounds, 1) / 1e3
+
+
 def table(one: Made, rows: int, context: int, rounds: int, read_gbs: float) -> None:
     lanes, ids = prepared(one.model, rows, context)
-    step_ms(one.model, lanes, ids, 2)  # kernels are compiled
+    step_ms(one.model, lanes, ids, 2)  # kernels are compiled, and the step is captured
     whole, host = step_ms(one.model, lanes, ids, rounds)
-    parts, read = parts_us(one.model, lanes, ids, max(2, rounds // 4)), read_bytes(one, rows)
+    made = one.model.steps.prepared[rows]
+    parts, read = parts_us(one.model, made, max(2, rounds // 4)), read_bytes(one, rows)
     total, launched = sum(read.values()), sum(parts.values())
     floor = total / read_gbs / 1e6
     print(f"\n{rows} rows, {len(one.model.blocks)} layers, {context} tokens of context")
-    print(f"  step {whole:.2f} ms, host {host:.2f} ms, kernels {launched / 1e3:.2f} ms")
+    print(f"  step {whole:.2f} ms, host {host:.2f} ms, graph {graph_ms(made, rounds):.2f} ms", end="")
+    print(f", kernels {launched / 1e3:.2f} ms")
     print(f"  floor {floor:.2f} ms ({total / 1e9:.2f} GB at {read_gbs:,.0f} GB/s); step / floor {whole / floor:.2f}")
     for part, us in sorted(parts.items(), key=lambda item: -item[1]):
         rate = f"{read[part] / us / 1e3:8,.0f} GB/s" if part in read and us else ""

@@ -20,7 +20,7 @@ def _read(source, out, words, SIZE: tl.constexpr):  # noqa: ANN001, ANN202
     tl.store(out + tl.program_id(0) * SIZE + tl.arange(0, SIZE), total)
 
 
-def _timed(replay: Callable[[], object], rounds: int, launches: int) -> float:
+def timed(replay: Callable[[], object], rounds: int, launches: int) -> float:
     times = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -41,7 +41,7 @@ def microseconds(work: Callable[[], object], rounds: int, launches: int = IN_GRA
         for _ in range(launches):
             work()
     graph.replay()
-    return _timed(graph.replay, rounds, launches)
+    return timed(graph.replay, rounds, launches)
 
 
 def eager(work: Callable[[], object], rounds: int) -> float:
@@ -49,7 +49,7 @@ def eager(work: Callable[[], object], rounds: int) -> float:
     work()
     work()
     torch.cuda.synchronize()
-    return _timed(work, rounds, 1)
+    return timed(work, rounds, 1)
 
 
 def ceiling(rounds: int) -> float:

@@ -29,7 +29,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic_shapes.glm53, "released", narrow)
-        yield gpu_glm.made(tmp_path_factory.mktemp("glm") / "made", 5, 16, RESIDENT, CONTEXT, ROWS, "cpu")
+        one = gpu_glm.made(tmp_path_factory.mktemp("glm") / "made", 5, 16, RESIDENT, CONTEXT, ROWS, "cpu")
+        one.model.steps.everywhere = True
+        yield one
 
 
 def test_a_step_of_it_computes(small: Any) -> None:
@@ -45,13 +47,16 @@ def test_a_step_of_it_computes(small: Any) -> None:
 
 def test_its_parts_make_the_step(small: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Each part takes time, none counts twice, and they are told; methods are what they were afterwards."""
-    before = {part: getattr(*where) for part, where in gpu_glm.PARTS.items()}
     lanes, ids = gpu_glm.prepared(small.model, ROWS, CONTEXT)
-    parts = gpu_glm.parts_us(small.model, lanes, ids, 2)
+    with torch.inference_mode():
+        small.model.decode(lanes, ids)
+    step = small.model.steps.prepared[ROWS]
+    before = {part: getattr(*where) for part, where in gpu_glm.owners(step.step).items()}
+    parts = gpu_glm.parts_us(small.model, step, 2)
     for lane in lanes:
         small.model.close_lane(lane)
-    assert {part: getattr(*where) for part, where in gpu_glm.PARTS.items()} == before
-    assert parts.keys() == {*gpu_glm.PARTS, "other"}
+    assert {part: getattr(*where) for part, where in gpu_glm.owners(step.step).items()} == before
+    assert parts.keys() == {*before, "other"}
     assert min(parts.values()) > 0
     gpu_glm.table(small, ROWS, CONTEXT, 4, 100.0)
     told = capsys.readouterr().out
