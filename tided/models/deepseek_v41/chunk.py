@@ -97,11 +97,11 @@ class Chunk:
             if partial is None:
                 partial = hyper_chunk_triton.spread(streams, None, None, block.hc_attn.fn)[1]
             assert partial is not None
-            mixed = hyper_triton.finish(partial, streams, pre, _mixer(block.hc_attn, block.attn_norm, block.eps))
+            mixed = hyper_triton.finish(partial, streams, pre, mixer(block.hc_attn, block.attn_norm, block.eps))
             output = model.group.sum(self._attention(block.attention, mixed))
             streams, partial = hyper_chunk_triton.spread(streams, output, mixed, block.hc_ffn.fn)
             assert partial is not None
-            mixed = hyper_triton.finish(partial, streams, mixed.pre, _mixer(block.hc_ffn, block.ffn_norm, block.eps))
+            mixed = hyper_triton.finish(partial, streams, mixed.pre, mixer(block.hc_ffn, block.ffn_norm, block.eps))
             output = model.group.sum(self._moe(block.moe, mixed))
             fn = self._next_fn(number, bounded)
             streams, partial = hyper_chunk_triton.spread(streams, output, mixed, fn)
@@ -260,5 +260,5 @@ def one_hot(streams: Tensor) -> Tensor:
     return pre
 
 
-def _mixer(by: HyperConnection, norm: Tensor, norm_eps: float) -> Mixer:
+def mixer(by: HyperConnection, norm: Tensor, norm_eps: float) -> Mixer:
     return Mixer(by.fn, by.scale, by.base, by.iterations, by.eps, norm, norm_eps)
