@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from real_pair import EXL3, Served, opened
 
 from tided.engine.build import OpenedModel, build_rank, open_model
-from tided.engine.ledger import residency_of
+from tided.engine.figures import residency_of
 from tided.engine.memory import needs
 from tided.engine.offline import first_pairs
 from tided.engine.packing import pack_checkpoint

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 
 from tided.control.messages import Step, Stop
-from tided.engine.executor import Executor, Outcome
+from tided.engine.executor import Executor
 from tided.engine.flight import Flight
+from tided.engine.lane import Outcome
 from tided.engine.ports import FollowerLink
 from tided.errors import PairError, RequestError, TideError
 

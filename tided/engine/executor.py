@@ -3,82 +3,25 @@ on a clock, a setting of the node or the rank's number, or decides by a value th
 
 import hashlib
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
-from msgspec import structs
 from torch import Tensor
 
-from tided.cache.chain import Chain
 from tided.control.messages import Admission, Change, Decode, Load, Prefill, Step
 from tided.engine import drafting
 from tided.engine.caching import Caching
+from tided.engine.lane import Lane, Outcome
 from tided.engine.logits import as_made, shaped
 from tided.engine.ports import Residents
 from tided.engine.sampling import sample
-from tided.engine.score import logprobs, pieces, redrawn
+from tided.engine.score import logprobs, scoring
 from tided.engine.sight import Sight
-from tided.engine.types import Request, TokenLogprob
 from tided.errors import PairError
-from tided.experts.fetch import Lost, UrgentReads
+from tided.experts.fetch import UrgentReads
 from tided.experts.tables import DemandTap
-from tided.models.base import LaneState, Model
+from tided.models.base import Model
 from tided.models.parallel import Alone, Group
-
-Demand = tuple[Tensor, Tensor, Tensor]
-Scoring = Generator[None, None, tuple[Tensor, list[TokenLogprob], list[int]]]
-"""A chunk of a scored prompt in parts; gives its rows [T, hidden], and what `Outcome` has as `scores` and `redrawn`."""
-
-
-@dataclass
-class Lane:
-    """A request's context on this rank. `token` is drawn already and not in the context yet."""
-
-    request: Request
-    state: LaneState
-    token: int = -1
-    parked: bool = False  # its context is not in the pool; `state` is the one that was closed
-    keys: Chain | None = None  # of the prompt, where snapshots are taken
-    masks: set[int] = field(default_factory=set)  # of the routable sets that its prompt was computed under
-    logits: Tensor | None = None  # restored with a whole prompt: its first token is to be drawn from them
-    drawn: list[int] = field(default_factory=list)  # the answer so far, where penalties count it
-    drafts: list[int] = field(default_factory=list)  # proposed to come after `token`
-    sure: list[float] = field(default_factory=list)  # the drafter's confidence in each
-    scoring: Scoring | None = None  # of a scored prompt, the chunk in hand
-
-    @property
-    def asked(self) -> Request:
-        """What the lane's draws are made by: without the answer that a scored prompt ends with."""
-        request = self.request
-        if not request.redrawn_from:
-            return request
-        return structs.replace(request, prompt_ids=request.prompt_ids[: request.redrawn_from])
-
-    @property
-    def draft_room(self) -> int:
-        """Tokens that may be drafted behind `token`: the step that verifies them brings one more."""
-        if not self.request.may_draft or self.token in self.request.stop_ids:
-            return 0
-        drawn = self.state.position - len(self.request.prompt_ids) + 1
-        return max(0, self.request.max_tokens - drawn - 1)
-
-
-@dataclass
-class Outcome:
-    """What a step made: (lane, token) in row order, the log probabilities of lanes that asked, in the same order, those
-    of a scored prompt's next tokens, what would be drawn in place of an answer's among them, the demand of a prompt
-    that is complete, and the digest if due. `failed`: lanes whose rows were computed without an expert that they waited
-    for; they have no tokens, and no other is touched. `unfinished`: the chunk goes on in steps that follow."""
-
-    tokens: list[tuple[int, int]] = field(default_factory=list)
-    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    scores: list[TokenLogprob] = field(default_factory=list)
-    redrawn: list[int] = field(default_factory=list)
-    prompt_demand: Demand | None = None
-    digest: str = ""
-    failed: dict[int, Lost] = field(default_factory=dict)
-    unfinished: bool = False
 
 
 class Executor:
@@ -286,7 +229,9 @@ class Executor:
 
     def _score(self, lane: Lane, work: Prefill, outcome: Outcome) -> Tensor | None:
         """A chunk of a scored prompt, or a part of it: its rows [T, hidden]; None: there is more to do."""
-        lane.scoring = lane.scoring or self._scoring(lane, work)
+        if lane.scoring is None:
+            pictured = self.sight.of_chunk(work.lane, lane.request, work.start, work.start + work.count)
+            lane.scoring = scoring(self.model, lane, work.start, work.count, pictured)
         while True:
             try:
                 next(lane.scoring)
@@ -298,23 +243,6 @@ class Executor:
             if work.a_part:
                 outcome.unfinished = True
                 return None
-
-    def _scoring(self, lane: Lane, work: Prefill) -> Scoring:
-        """Layer by layer, then the scores of the tokens that follow, some rows at a time; none follows a prompt's
-        last."""
-        request, asked, end = lane.request, lane.asked, work.start + work.count
-        ids = torch.tensor(request.prompt_ids[work.start : end], dtype=torch.int64)
-        pictured = self.sight.of_chunk(work.lane, request, work.start, end)
-        rows = yield from self.model.prefill_by_layer(lane.state, ids, pictured)
-        first, told, drawn = work.start + 1, list[TokenLogprob](), list[int]()
-        following = request.prompt_ids[first : end + 1]
-        answer = request.prompt_ids[request.redrawn_from :]
-        for at, logits in pieces(self.model.logits, rows, len(following)):
-            if at:
-                yield
-            told += logprobs(logits, following[at : at + len(logits)], request.scored_top)
-            drawn += redrawn(logits, first + at, asked, answer) if request.redrawn_from else []
-        return rows, told, drawn
 
     def _save(self, index: int) -> None:
         """The lane's context becomes a snapshot; a strict one, unless the routable set changed on the way."""

@@ -8,7 +8,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -17,18 +16,19 @@ from msgspec import structs
 from tided.control.messages import Decode, Mask, Prefill, Step
 from tided.engine.board import LaneFigures
 from tided.engine.costs import NOTHING, Touched
-from tided.engine.executor import Demand, Executor, Outcome
+from tided.engine.executor import Executor
+from tided.engine.figures import lane_figures, reads_of, residency_of, waits_of
+from tided.engine.lane import Demand, Outcome
 from tided.engine.loops import LoopWatch
 from tided.engine.moments import Moments
 from tided.engine.motion import Motion, Moved
 from tided.engine.ports import Pilot
 from tided.engine.scheduler import Running, Scheduler
-from tided.engine.stats import Drafts, Picks, Reads, RequestStats, Residency, log_line
+from tided.engine.stats import Drafts, Picks, Reads, RequestStats, log_line
 from tided.engine.trace import Traces, Uses
 from tided.engine.types import Event, Failed, Finished, Guide, Pixels, Request, Scored, Started, TokenLogprob, Tokens
 from tided.errors import PairError, RequestError
 from tided.experts.fetch import Waits
-from tided.experts.io import Priority
 
 log = logging.getLogger("tided.engine")
 
@@ -73,22 +73,8 @@ class Ledger:
         return sum((Picks(*totals.tolist()) for totals in self._totals.values()), self._taken)
 
     def lanes(self) -> tuple[LaneFigures, ...]:
-        return tuple(self._lane(lane, running) for lane, running in sorted(self._scheduler.running.items()))
-
-    def _lane(self, lane: int, running: Running) -> LaneFigures:
-        stats = self._stats_of(running)
-        spec = stats.drafts
-        return LaneFigures(
-            lane=lane,
-            phase="parked" if running.parked else "prompt" if running.in_prefill else "answer",
-            admitted_s=stats.admitted_s or 0.0,
-            prompt_tokens=len(running.request.prompt_ids),
-            computed_tokens=running.computed,
-            answer_tokens=stats.completion_tokens,
-            drafted=spec.drafted,
-            accepted=spec.accepted,
-            fidelity=running.request.fidelity,
-        )
+        running = sorted(self._scheduler.running.items())
+        return tuple(lane_figures(lane, one, self._stats_of(one)) for lane, one in running)
 
     @property
     def open_ids(self) -> list[str]:
@@ -123,7 +109,7 @@ class Ledger:
 
     def begin(self, step: Step) -> None:
         """The step's admissions have their lanes."""
-        self._waits = self._urgent()
+        self._waits = waits_of(self._executor)
         for admission in step.admit:
             stats = self._open[admission.request.request_id]
             if not admission.request.background:
@@ -209,12 +195,8 @@ class Ledger:
         """By the newest step, for who learns what steps cost."""
         if not self._scheduler.depths.learns:
             return NOTHING
-        before, now = self._waits, self._urgent()
+        before, now = self._waits, waits_of(self._executor)
         return Touched(self._executor.tap.touched(), now.reads - before.reads, now.seconds - before.seconds)
-
-    def _urgent(self) -> Waits:
-        urgent = self._executor.urgent
-        return replace(urgent.waits) if urgent else Waits()
 
     def cancel(self, request_id: str) -> None:
         """Of a request that ended meanwhile nothing is left to cancel."""
@@ -265,6 +247,10 @@ class Ledger:
 
     def _stats_of(self, running: Running) -> RequestStats:
         return self._open[running.request.request_id]
+
+    def reads(self) -> Reads:
+        """What was read since the start, by all requests."""
+        return reads_of(self._executor, self._motion)
 
     def _prompt_done(self, stats: RequestStats, lane: int, demand: Demand) -> None:
         stats.prefill = picks(demand)
@@ -360,27 +346,6 @@ class Ledger:
         if self._moments and stats.request.adapts and not gave_way:
             self._moments.request_done(*on_host(demand), stats.decoded_tokens, lane)
 
-    def reads(self) -> Reads:
-        """What was read since the start, by all requests."""
-        reads = {kind: n for kind, n in self._executor.residents.reads.items() if kind is not Priority.PREFIX}
-        waits, hot = self._urgent(), self._motion.count
-        return Reads(
-            nbytes=sum(count.bytes for count in reads.values()),
-            seconds=sum(count.seconds for count in reads.values()),
-            queue_ms=sum(count.queue_ms for count in reads.values()),
-            hot_bytes=reads[Priority.ASYNC_HOT].bytes if Priority.ASYNC_HOT in reads else 0,
-            failed=sum(count.failed for count in reads.values()),
-            hot_issued=hot.issued,
-            hot_late=hot.late,
-            hot_used=hot.used,
-            hot_used_weight=hot.used_weight,
-            hot_evicted_unused=hot.evicted_unused,
-            promoted=hot.promoted,
-            waited_reads=waits.reads,
-            waited_kept=waits.kept,
-            wait_s=waits.seconds,
-        )
-
 
 def of_others(work: Prefill | Decode | None, failed: Container[int]) -> Prefill | Decode | None:
     """The work without lanes that have failed in it."""
@@ -401,15 +366,3 @@ def on_host(demand: Demand) -> tuple[Array, Array, Array]:
     """As the pilot takes it: of the totals, what was wanted and what was missed."""
     counts, mass, totals = (part.cpu().numpy() for part in demand)
     return counts, mass, totals[:4]
-
-
-def residency_of(executor: Executor) -> Residency:
-    residents, shape = executor.residents, executor.model.shape
-    return Residency(
-        executor.plan_version,
-        residents.count,
-        shape.moe_layers * shape.experts_per_layer,
-        f"{residents.mask_hash:016x}",
-        residents.by_layer,
-        None if residents.bytes_share is None else round(residents.bytes_share, 4),
-    )

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tided.engine.lane import Lane, Scoring
 from tided.engine.logits import shaped
 from tided.engine.sampling import no_numbers, sample
 from tided.engine.types import Request, TokenLogprob
+from tided.models.base import Model, Pictured
 from tided.models.parallel import is_finite
 
 SCORED_ROWS = 128
@@ -65,3 +67,20 @@ def _log_total(logits: Tensor) -> Tensor:
     twice their memory."""
     parts = [part.to(torch.float64).logsumexp(1, keepdim=True) for part in torch.split(logits, 16)]
     return torch.cat(parts)
+
+
+def scoring(model: Model, lane: Lane, start: int, count: int, pictured: Pictured | None) -> Scoring:
+    """A chunk of a scored prompt. Layer by layer, then the scores of the tokens that follow, some rows at a time; none
+    follows a prompt's last."""
+    request, asked, end = lane.request, lane.asked, start + count
+    ids = torch.tensor(request.prompt_ids[start:end], dtype=torch.int64)
+    rows = yield from model.prefill_by_layer(lane.state, ids, pictured)
+    first, told, drawn = start + 1, list[TokenLogprob](), list[int]()
+    following = request.prompt_ids[first : end + 1]
+    answer = request.prompt_ids[request.redrawn_from :]
+    for at, logits in pieces(model.logits, rows, len(following)):
+        if at:
+            yield
+        told += logprobs(logits, following[at : at + len(logits)], request.scored_top)
+        drawn += redrawn(logits, first + at, asked, answer) if request.redrawn_from else []
+    return rows, told, drawn
