@@ -99,6 +99,7 @@ def made(folder: Path, layers: int, experts: int | None, resident: int, context:
     bank = ExpertBank(record, arena.data, tables, tap)
     model = opened.family.load(opened.checkpoint, settings, OneOfTwo(), bank, on)
     assert isinstance(model, Glm53)
+    model.steps.over_ranks = True
     return Made(opened, model, bank)
 
 
