@@ -266,6 +266,27 @@ def _walk(
 
 
 @triton.jit
+def _stored(
+    out, outputs, picks, x, at, first, tiles, row_tiles, lane,
+    HALF: tl.constexpr, BOOK: tl.constexpr, BLOCKS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    AHEAD: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`_walk`, to out."""
+    sums: tl.tuple = ()
+    for _ in tl.static_range(4 * BLOCKS * ACROSS):
+        sums = sums + (tl.zeros([lane.shape[0]], tl.float32),)
+    sums = _walk(sums, x, at, first, tiles, row_tiles, lane, HALF, BOOK, BLOCKS, DOWN, ACROSS, AHEAD, ASM)
+    for block in tl.static_range(BLOCKS):
+        for odd in tl.static_range(2):
+            pick = tl.load(picks + block * 8 + lane % 4 * 2 + odd)
+            row = out + tl.maximum(pick, 0).to(tl.int64) * outputs
+            for across in tl.static_range(ACROSS):
+                for far in tl.static_range(2):
+                    one_sum = sums[4 * (across * BLOCKS + block) + 2 * far + odd]
+                    tl.store(row + across * 16 + far * 8, one_sum, mask=pick >= 0)
+
+
+@triton.jit
 def matrix(record, tile, hidden, share, vectors, DOWN_SIDE: tl.constexpr):
     """The matrix that a tile column of gate | up, or of down, is in: (0, or 1: up, half bits, codebook, address of its
     trellis, tiles of its rows, tiles of its columns)."""
@@ -287,43 +308,32 @@ def product(
     DOWN_SIDE: tl.constexpr, MASK: tl.constexpr, BLOCKS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
     WARPS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """WARPS * ACROSS tile columns of one expert, a part of K, for up to 8 * BLOCKS picks: parts [SPLITS, picks,
-    outputs] fp32, outputs being gate | up, or those of down (DOWN_SIDE). x: rows of every pick, [2, picks, hidden] or
-    [picks, share], each value an fp16 in 32 bits."""
+    """WARPS * ACROSS tile columns of one expert, a part of K, for up to 8 * BLOCKS picks, if its matrix is of a kind in
+    MASK: parts [SPLITS, picks, outputs] fp32, outputs being gate | up, or those of down (DOWN_SIDE). x: rows of every
+    pick, [2, picks, hidden] or [picks, share], each value an fp16 in 32 bits."""
     item, part = tl.program_id(1), tl.program_id(2)
     slot = tl.load(table + item)
     if slot < 0:
         return
     lane = tl.arange(0, 32 * WARPS)
-    record = slots + slot.to(tl.int64) * unit
+    record, outputs = slots + slot.to(tl.int64) * unit, hidden if DOWN_SIDE else 2 * share
     tile = tl.program_id(0) * (WARPS * ACROSS)
     side, half, book, trellis, tiles, row_tiles = matrix(record, tile, hidden, share, vectors, DOWN_SIDE)
     tile += lane // 32 * ACROSS
     words = trellis.to(tl.pointer_type(tl.int32)) + (tile - side * row_tiles) * (4 * half)
     picks = table + items + item * (8 * BLOCKS)
     rows: tl.tuple = ()
-    sums: tl.tuple = ()
     for block in tl.static_range(BLOCKS):
         pick = tl.maximum(tl.load(picks + block * 8 + lane % 32 // 4), 0).to(tl.int64)
         row = x + (side * count + pick) * (tiles * 16) + lane % 4 * 4
         rows = rows + (row.to(tl.pointer_type(tl.int64)),)
-    for _ in tl.static_range(4 * BLOCKS * ACROSS):
-        sums = sums + (tl.zeros([32 * WARPS], tl.float32),)
     kind = book * 32 + half
     tiles = tiles // SPLITS
+    out = parts + part.to(tl.int64) * count * outputs + tile * 16 + lane % 32 // 4
     for one in tl.static_range(96):
         if (MASK >> one) & 1:  # noqa: SIM102 (the one is known when compiled, the other is not)
             if kind == one:
-                sums = _walk(
-                    sums, rows, words, part * tiles, tiles, row_tiles, lane,
+                _stored(
+                    out, outputs, picks, rows, words, part * tiles, tiles, row_tiles, lane,
                     one % 32, one // 32, BLOCKS, DOWN, ACROSS, AHEAD, ASM,
                 )  # fmt: skip
-    outputs = hidden if DOWN_SIDE else 2 * share
-    for block in tl.static_range(BLOCKS):
-        for odd in tl.static_range(2):
-            pick = tl.load(picks + block * 8 + lane % 4 * 2 + odd)
-            out = parts + (part * count + tl.maximum(pick, 0)).to(tl.int64) * outputs + tile * 16 + lane % 32 // 4
-            for across in tl.static_range(ACROSS):
-                for far in tl.static_range(2):
-                    one_sum = sums[4 * (across * BLOCKS + block) + 2 * far + odd]
-                    tl.store(out + across * 16 + far * 8, one_sum, mask=pick >= 0)

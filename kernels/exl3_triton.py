@@ -323,6 +323,7 @@ def _finish(
 DECODE = {"DOWN": 2, "ACROSS": 4, "WARPS": 1, "AHEAD": True}
 PLAIN = {"DOWN": 2, "ACROSS": 1, "WARPS": 8, "AHEAD": True}  # in the interpreter: numpy takes many lanes at once
 RESIDENT, PICKS, LEAST = 32, 8, 8
+KINDS_AT_ONCE = 4  # of a launch: each has a body there, and the compiler takes longer than their number tells
 # Of a chunk: DOWN x ACROSS tiles at a time. Loads that are made ahead through shared memory (STAGES above 1) cost more
 # than they hide: registers and many warps do.
 STAGES = 1
@@ -391,10 +392,11 @@ def _decode_product(
 ) -> None:  # fmt: skip
     d, n = record.hidden, record.share
     across = shape["WARPS"] * shape["ACROSS"]
-    lanes_product[((d if down_side else 2 * n) // 16 // across, items, shape["SPLITS"])](
-        slots, slots.shape[1], table, x, parts, d, n, items, count, record.offsets[-1],
-        DOWN_SIDE=down_side, MASK=_mask(record), BLOCKS=m // 8, ASM=asm, num_warps=shape["WARPS"], **shape,
-    )  # fmt: skip
+    for mask in _masks(_mask(record)):
+        lanes_product[((d if down_side else 2 * n) // 16 // across, items, shape["SPLITS"])](
+            slots, slots.shape[1], table, x, parts, d, n, items, count, record.offsets[-1],
+            DOWN_SIDE=down_side, MASK=mask, BLOCKS=m // 8, ASM=asm, num_warps=shape["WARPS"], **shape,
+        )  # fmt: skip
 
 
 def _chunk_product(
@@ -411,6 +413,13 @@ def _chunk_product(
 def _mask(record: Exl3Record) -> int:
     """Kinds of matrices that bodies are compiled for: those that the record's experts are of, or all there are."""
     return sum(1 << (CODEBOOKS.index(book) * KINDS + bits) for book, bits in record.kinds) or ALL
+
+
+@cache
+def _masks(mask: int) -> list[int]:
+    """`mask` by KINDS_AT_ONCE of its kinds."""
+    kinds = [1 << kind for kind in range(mask.bit_length()) if mask >> kind & 1]
+    return [sum(kinds[first : first + KINDS_AT_ONCE]) for first in range(0, len(kinds), KINDS_AT_ONCE)]
 
 
 def _split(shape: dict[str, int], tiles: int, columns: int, device: torch.device) -> dict[str, int]:
