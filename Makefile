@@ -53,7 +53,7 @@ test-page: setup ## the page of the expert map in a headless Chromium, and on th
 	  { echo "no Chromium in PATH: apt-get install chromium (Debian, Ubuntu), then again"; exit 1; }
 	$(BIN)/pytest tests/page
 
-pictures: setup ## docs/images again: the page in a headless Chromium, and tidectl top, of the mini while it is asked
+pictures: setup ## docs/images again: the page and its tide in a headless Chromium, of the mini while it is asked
 	$(BIN)/python -m tests.page.picture docs/images
 
 test-systemd: setup ## an installation, and units that really start, hang, die and stop under a systemd of their own, on one node and two (root; 5 to 15 minutes)

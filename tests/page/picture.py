@@ -1,4 +1,4 @@
-"""Pictures for the documentation, of the mini while it is asked: the page, and `tidectl top` as text.
+"""Pictures for the documentation, of the mini while it is asked: the page, and its part that shows the tide.
 
 python -m tests.page.picture docs/images
 """
@@ -6,7 +6,6 @@ python -m tests.page.picture docs/images
 import argparse
 import asyncio
 import io
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -40,6 +39,7 @@ draft = "acceptance"
 """
 WIDTH, SECONDS = 1280, 100.0
 COLOURS = 256
+CARD = "document.querySelector('.tide')"
 
 
 async def draw(folder: Path, program: str) -> None:
@@ -65,19 +65,18 @@ async def draw(folder: Path, program: str) -> None:
             await page.until("view.now.lanes.filter(lane => lane.phase === 'answer' && lane.tok_s).length === 2")
             await asyncio.sleep(2)
             await page.picture(Path(place) / "page.png")
-            save(Path(place) / "page.png", folder / "expert-map.png")
-            command = [sys.executable, "-m", "tidectl.main", "top", "--once", "--url", pair.url]
-            shown = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True, timeout=60)
-            (folder / "top.txt").write_bytes(shown.stdout)
+            box = await page.ask(f"(box => [box.left, box.top, box.right, box.bottom])({CARD}.getBoundingClientRect())")
+            taken = Image.open(Path(place) / "page.png").convert("RGB")
+            save(taken, folder / "expert-map.png")
+            save(taken.crop([round(edge * taken.width / WIDTH) for edge in box]), folder / "tide.png")
             await page.close()
             for task in last:
                 task.cancel()
 
 
-def save(taken: Path, file: Path) -> None:
+def save(taken: Image.Image, file: Path) -> None:
     """With a palette of its own: a quarter of the bytes."""
-    found, taken_as = io.BytesIO(), Image.open(taken).convert("RGB")
-    small = taken_as.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    found, small = io.BytesIO(), taken.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     small.save(found, "PNG", optimize=True)
     file.write_bytes(found.getvalue())
     print(f"{file}: {len(found.getvalue()) // 1000} kB", file=sys.stderr)

@@ -441,7 +441,7 @@ function drawTide() {
   if (canvas.width !== width || canvas.height !== height) canvas.width = width, canvas.height = height;
   const context = canvas.getContext("2d"), {at, held} = view.tide, last = (at?.length || 0) - 1;
   context.clearRect(0, 0, width, height);
-  const pad = {left: 44 * dpr, right: 6 * dpr, top: 8 * dpr, bottom: 20 * dpr};
+  const pad = {left: 52 * dpr, right: 6 * dpr, top: 8 * dpr, bottom: 20 * dpr};
   const end = last >= 0 ? at[last] : 0, x = time => width - pad.right - (end - time) / view.span * (width - pad.left - pad.right);
   const first = at ? Math.max(0, at.findIndex(time => time >= end - view.span)) : 0;
   const points = [], moved = [];
