@@ -48,6 +48,8 @@ from tided.tide.seed import load_seed
 
 log = logging.getLogger("boot")
 
+LOADED_S = 3600.0  # until the slowest rank has loaded: one that died is told by the heartbeats within seconds
+
 
 class LoopSide(Protocol):
     """What the engine thread asks of the loop. Every method may be called from that thread."""
@@ -193,7 +195,7 @@ def _warm(built: Rank, rank: int, loop: LoopSide) -> None:
         return
     with _phase("warming up", loop), allocating(built.opened, rank):
         if isinstance(built.group, TorchGroup):
-            built.group.meet("loaded", settings.parallel.start_timeout_s)
+            built.group.meet("loaded", LOADED_S)
         warm_up(built.model, built.bank.tap, settings, _Reporter(loop))
 
 
