@@ -46,7 +46,6 @@ PAGES = sorted(
     - {DOCS / "results.md", DOCS / "profiles.md"}
 )
 WITHOUT = {
-    "Experts exchanged, and hot reads, beside decoding",
     "Reading a pack, next to fio",
 }
 PROSE_ALONE = re.compile(r"^(?!A prompt ).* on a GPU$")
@@ -69,6 +68,7 @@ GIVEN = {  # settings, sizes and limits: nothing that a run has measured
     "using.md": {"30 %"},  # engine.prefill_share
 }
 BY_PIECE = {
+    "A decode step of GLM-5.3 on a GPU",
     "Decode step of the mini",
     "What HTTP costs",
     "A newcomer beside a running answer",
