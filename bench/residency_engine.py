@@ -89,6 +89,9 @@ class Forced:
         self._note(lane, before, len(token_ids), False)
         return None if row is None else self._judge(lane, row)
 
+    def is_captured(self, rows: int) -> bool:
+        return self._model.is_captured(rows)
+
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
         before = self._totals(lanes[0])
         row = self._model.decode(lanes, token_ids)

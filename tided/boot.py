@@ -15,7 +15,7 @@ Each phase leaves one line in the log: seconds, and the memory of the process af
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +127,7 @@ def _follow(settings: Settings, rank: int, keys: Keys, state_dir: Path, loop: Lo
             loop.joined(welcome.session)
         with _built(opened, rank, welcome.residents, state_dir, loop) as built:
             link.ready(built.residents.digest())
-            _warm(built, rank, loop)
+            _warm(built, rank, loop, link.still_welcome)
             engine = FollowerEngine(built.executor, link, loop.ended, settings.engine.threads)
             _serve(engine, rank, state_dir, loop)
 
@@ -188,14 +188,15 @@ def _built(opened: OpenedModel, rank: int, pairs: Sequence[Pair], state_dir: Pat
             yield replace(built, link=link)
 
 
-def _warm(built: Rank, rank: int, loop: LoopSide) -> None:
-    """Once all ranks have loaded. A CPU compiles nothing."""
+def _warm(built: Rank, rank: int, loop: LoopSide, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Once all ranks have loaded; `meanwhile` raises when there is nothing to wait for any more. A CPU compiles
+    nothing."""
     settings = built.opened.settings
     if settings.engine.device != "cuda":
         return
     with _phase("warming up", loop), allocating(built.opened, rank):
         if isinstance(built.group, TorchGroup):
-            built.group.meet("loaded", LOADED_S)
+            built.group.meet("loaded", LOADED_S, meanwhile)
         warm_up(built.model, built.bank.tap, settings, _Reporter(loop))
 
 

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from tests.control.conftest import free_ports, make_settings
 from tests.control.group_rank import awkward
 from tided.engine.dataplane import TorchGroup, _choose_adapters, _interface_of
-from tided.errors import ConfigError, UnavailableError
+from tided.errors import ConfigError, PairError, UnavailableError
 from tided.settings import Parallel
 
 
@@ -132,9 +132,15 @@ def test_who_does_not_come_to_a_meeting_is_not_waited_for_longer():
     group.rank, group.ranks = 0, 2
     group._store = TCPStore("127.0.0.1", free_ports(1), 2, is_master=True, wait_for_workers=False)
     with pytest.raises(UnavailableError, match=r"not every rank has loaded within 0\.2 s"):
-        group.meet("loaded", 0.2)
+        group.meet("loaded", 0.2, lambda: None)
+    with pytest.raises(PairError, match="refused"):
+        group.meet("loaded", 20.0, refused)
     group._store.set("loaded-1", "here")
-    group.meet("loaded", 20.0)
+    group.meet("loaded", 20.0, refused)
+
+
+def refused():
+    raise PairError("refused")
 
 
 def test_a_busy_port_is_named():

@@ -108,6 +108,9 @@ class FakeModel:
         self.calls.append(("head", len(rows)))
         return rows
 
+    def is_captured(self, rows):
+        return False
+
     def decode(self, lanes, token_ids):
         self.calls.append(("decode", len(lanes)))
         return torch.stack([self._append(lane, token) for lane, token in zip(lanes, token_ids.tolist(), strict=True)])

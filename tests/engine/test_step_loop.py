@@ -5,7 +5,6 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-import torch
 from engine_fakes import EXPERTS, LAYERS, LIMITS, PAIRS, SWAPS, TOP_K, Bench, FakePilot, request
 
 from tided.engine import motion
@@ -474,14 +473,14 @@ def test_the_log_line_holds_no_token(caplog):
     assert str(request("a", prompt=20).prompt_ids)[1:-1] not in line
 
 
-@pytest.mark.parametrize(("device", "begun"), [("cpu", 2), ("cuda", 0)])
-def test_reads_begin_beside_a_device_s_work_and_before_a_cpu_s(monkeypatch, device, begun):
+@pytest.mark.parametrize(("captured", "begun"), [(False, 2), (True, 0)])
+def test_reads_begin_behind_a_launch_and_before_what_this_thread_computes(monkeypatch, captured, begun):
     """A CPU computes on this thread: its disk would stand still for a step. A device has its work by then."""
     bench = Bench()
     bench.submit(request("a", prompt=3, max_tokens=40))
     bench.turn(2)
     executor = bench.engine.executor
-    executor._device = torch.device(device)
+    monkeypatch.setattr(executor.model, "is_captured", lambda rows: captured)
     seen, drawn = [], []
     real, draw = executor.model.decode, executor._draw
     monkeypatch.setattr(

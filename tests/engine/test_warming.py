@@ -45,7 +45,7 @@ def test_it_computes_every_number_of_rows_and_nothing_of_it_is_left(monkeypatch)
     warm_up(rank.model, rank.bank.tap, model.settings, lambda *progress: told.append(progress))
     monkeypatch.undo()
     assert [given[2] for given in decoded] == [[count] for count in range(1, 7)]  # two lanes, two drafts each
-    assert [len(given[1]) for given in prefilled] == [32, 16]
+    assert [len(given[1]) for given in prefilled] == [37, 16]
     assert len(proposed) == 1
     assert told[0] == ("warming up", 0, 6)
     assert told[-1] == ("warming up", 6, 6)
@@ -67,7 +67,7 @@ def test_rows_and_prompts_are_what_the_profile_can_ask_for():
     tiny = replace(base, cache=Cache(context_tokens=9, pool_tokens=128), engine=Engine(lanes=8))
     assert list(row_counts(tiny, 0)) == [1, 2, 3, 4]
     assert prompts(tiny, 4) == [1]
-    assert prompts(base, 16) == [32, base.model.prefill_chunk_tokens]
+    assert prompts(base, 16) == [37, base.model.prefill_chunk_tokens]
 
 
 class Side:
@@ -100,7 +100,7 @@ def test_a_rank_is_ready_behind_it(monkeypatch, tmp_path):
 def test_the_ranks_meet_before_it_and_a_cpu_has_none_of_it(monkeypatch, device, expected):
     side = Side()
     settings = replace(opened().settings, engine=Engine(device=device))
-    group = SimpleNamespace(meet=lambda where, wait_s: side.tell(where))
+    group = SimpleNamespace(meet=lambda where, wait_s, meanwhile: side.tell(where))
     built = SimpleNamespace(
         opened=SimpleNamespace(settings=settings), model=None, group=group, bank=SimpleNamespace(tap=None)
     )

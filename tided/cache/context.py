@@ -85,7 +85,10 @@ class Context:
             self.page_table = torch.tensor(self.pages, dtype=torch.int64, device=self.windows.device)
 
     def give(self, kept: int) -> list[int]:
-        """The pages from number `kept` on, which are the context's no more."""
+        """The pages from number `kept` on, which are the context's no more. A table of which none goes stays the same:
+        whoever has told it to a device knows it by that."""
+        if kept >= len(self.pages):
+            return []
         given, self.pages = self.pages[kept:], self.pages[:kept]
         self.page_table = self.page_table[:kept]
         return given

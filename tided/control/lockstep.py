@@ -320,6 +320,13 @@ class Follower:
     def ready(self, residents_digest: str) -> None:
         self._send(Ready(self._rank, residents_digest))
 
+    def still_welcome(self) -> None:
+        """Before the first step: raises GuardError when rank 0 found that this rank loaded something else, PairError
+        when it has ended."""
+        message = self._receive(0)
+        if message is not None:
+            raise self._unexpected(message)
+
     def receive(self, timeout_s: float) -> Step | Stop | None:
         """The next step in order, the end, or None after `timeout_s` without either. Raises PairError for a gap or a
         repetition, GuardError when rank 0 found that this rank loaded something else."""

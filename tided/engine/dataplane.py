@@ -34,6 +34,7 @@ from tided.errors import ConfigError, PairError, UnavailableError
 from tided.settings import Parallel, Settings
 
 COLLECTIVE_STEPS = 1.5  # a wait in a collective, in longest steps: whoever watches the engine's steps says more
+MEET_POLL_S = 0.05
 CLOSE_S = 5.0  # for the library to let go of the group
 SIOCGIFADDR = 0x8915
 Join = Callable[[Sequence[Tensor]], Tensor]
@@ -80,14 +81,20 @@ class TorchGroup:
         """[..., n] -> [..., ranks * n]; any type."""
         return self._timed(part, _concat)
 
-    def meet(self, where: str, wait_s: float) -> None:
-        """Returns when every rank has come here, once for each `where`. A collective has less patience. Raises
-        UnavailableError when one does not come within `wait_s`."""
-        self._store.set(f"{where}-{self.rank}", "here")
+    def meet(self, where: str, wait_s: float, meanwhile: Callable[[], None]) -> None:
+        """Returns when every rank has come here, once for each `where`; `meanwhile` is called until then, and ends the
+        wait by what it raises. A collective has less patience. Raises UnavailableError when one does not come within
+        `wait_s`, or the ranks' store is gone."""
+        everybody, ends_s = [f"{where}-{rank}" for rank in range(self.ranks)], time.monotonic() + wait_s
         try:
-            self._store.wait([f"{where}-{rank}" for rank in range(self.ranks)], timedelta(seconds=wait_s))
+            self._store.set(f"{where}-{self.rank}", "here")
+            while not self._store.check(everybody):
+                meanwhile()
+                if time.monotonic() > ends_s:
+                    raise UnavailableError(f"not every rank has {where} within {wait_s:g} s")
+                time.sleep(MEET_POLL_S)
         except RuntimeError as error:
-            raise UnavailableError(f"not every rank has {where} within {wait_s:g} s: {_first_line(error)}") from error
+            raise UnavailableError(f"the ranks' store is gone before all have {where}: {_first_line(error)}") from error
 
     def close(self) -> None:
         """Lets go without waiting for anybody: a peer may be dead, and an orderly destroy would wait for it. NCCL may

@@ -145,8 +145,8 @@ class Executor:
         self.lanes[index] = lane
 
     def _change(self, step: Step) -> None:
-        """Reads are begun last: into slots that the rest of the change has freed. Where a device computes a decode
-        step, they begin beside it: this thread has time then."""
+        """Reads are begun last: into slots that the rest of the change has freed. Where a step is launched at once,
+        they begin behind that: this thread has time then."""
         change, generation = step.change, self.plan_version
         if change:
             generation += self._publish(change)
@@ -157,11 +157,17 @@ class Executor:
                 generation += bool(change.resize.evict)
             self.residents.adopt(change.adopt)
             self._to_begin = list(change.load)
-            if self._device.type != "cuda" or not isinstance(step.work, Decode):
+            if not self._is_launched_at_once(step.work):
                 self._begin_reads()
         self.plan_version = generation
         if self.plan_version != step.plan_version:
             raise PairError(f"plan {self.plan_version} is in place where step {step.seq} expects {step.plan_version}")
+
+    def _is_launched_at_once(self, work: Prefill | Decode | None) -> bool:
+        """Not where this thread computes, launches one operation after the other, or waits for experts in between."""
+        if not isinstance(work, Decode) or (self.urgent is not None and self.urgent.may_wait(work.lanes)):
+            return False
+        return self.model.is_captured(len(work.lanes) + sum(work.drafts))
 
     def _begin_reads(self) -> None:
         loads, self._to_begin = self._to_begin, []

@@ -16,7 +16,9 @@ from tided.experts.tables import DemandTap
 from tided.models.base import Model
 from tided.settings import Settings
 
-SHORT_TOKENS = 32  # of a prompt whose kernels are those of few rows
+SHORT_TOKENS = (
+    37  # of a short prompt: kernels are compiled apart for counts of 16, as a whole chunk's is, and for others
+)
 TOKEN = 0  # any: what is computed is read by nobody
 Told = Callable[[str, int, int], None]  # (what is computed, parts done, parts in all)
 

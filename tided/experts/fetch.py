@@ -108,11 +108,15 @@ class UrgentReads:
         if CLASS[fidelity] and not self.arena.urgent:
             raise PairError(f"a {fidelity} request, but there are no slots to read experts into before use")
 
+    def may_wait(self, lanes: Iterable[int]) -> bool:
+        """Whether a row of one of these lanes may wait for a read."""
+        return any(self._classes[lane] for lane in lanes)
+
     def begin_step(self, lanes: Iterable[int]) -> None:
         """A step of these lanes: its reads are counted anew. Raises PairError where the last one was not settled."""
         if self._lost:
             raise PairError(f"experts {sorted(self._lost)} were not read, and nobody was told")
-        self.active = any(self._classes[lane] for lane in lanes)
+        self.active = self.may_wait(lanes)
         self._spent = 0
         self.asked, self._users = [], []
 

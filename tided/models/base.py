@@ -113,6 +113,10 @@ class Model(Protocol):
         [height, width, 3]; None on the others. A collective of all ranks."""
         ...
 
+    def is_captured(self, rows: int) -> bool:
+        """Whether a decode step of so many rows is launched at once, as a graph."""
+        ...
+
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """Appends tokens to lanes: one each, or `counts` [lanes] of them. `token_ids` [R] int64, in the order of the
         lanes -> fp32 logits [R, vocab]. Rows are computed bit-identically whatever other rows are beside them, and

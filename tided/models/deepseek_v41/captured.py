@@ -110,6 +110,10 @@ class DecodeSteps:
         self._scratch: Scratch | None = None
         self._memory: Any = None  # of all graphs: they run one after another
 
+    def has_captured(self, rows: int) -> bool:
+        made = self._prepared.get(rows)
+        return made is not None and made.captured is not None
+
     def serve(self, model: "DeepseekV41", rows: int) -> bool:
         """Whether steps of so many rows are computed here: weights that only kernels read, a shape that they know."""
         streams, window = model.blocks[0].hc_attn.streams, model.context_shape.window

@@ -86,6 +86,9 @@ class DeepseekV41(PagedLanes):
             raise ConfigError("this model was loaded without its vision tower", hint="set rank in [vision]")
         return self.vision.see(Size(height, width), pixels)
 
+    def is_captured(self, rows: int) -> bool:
+        return self.steps.has_captured(rows)
+
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """See `Model`. Taken in runs of at most ROWS rows: within them kernels compute row by row."""
         contexts, counts = [context_of(lane) for lane in lanes], counts or [1] * len(lanes)

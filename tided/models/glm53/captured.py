@@ -85,6 +85,10 @@ class DecodeSteps:
     _scores: Tensor | None = None
     _memory: Any = None  # of all graphs: they run one after another
 
+    def has_captured(self, rows: int) -> bool:
+        made = self.prepared.get(rows)
+        return made is not None and made.captured is not None
+
     def serve(self, model: "Glm53", rows: int) -> bool:
         """Whether steps of so many rows are computed here."""
         return rows <= ROWS and (self.everywhere or self._by_kernels(model))

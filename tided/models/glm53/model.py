@@ -67,6 +67,9 @@ class Glm53(PagedLanes):
         self.make_room([context], [count])
         return (yield from self.layers(self.rotations.begin(context, count), token_ids))
 
+    def is_captured(self, rows: int) -> bool:
+        return self.steps.has_captured(rows)
+
     def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """See `Model`. Taken in runs of at most ROWS rows: within them kernels compute row by row."""
         contexts, counts = [context_of(lane) for lane in lanes], counts or [1] * len(lanes)
