@@ -13,7 +13,7 @@ import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -21,12 +21,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from packers.pack_header import PackHeader
-from packers.pack_writer import PackWriter
+from packers.pack_writer import END_TIMEOUT_S, PackWriter
 from packers.packs import Pack, Progress
+from packers.pool import Pool
 from tided.errors import DataError, PermissionError_, UnavailableError
 
 STEP_TIMEOUT_S = 120.0  # for reading one expert, or writing it: a disk is gone
-END_TIMEOUT_S = 5.0  # for reads that nobody waits for any more
 READERS = 4
 WRITES = 2  # of each pack: one that is written, one behind it
 AT_ONCE = READERS + WRITES  # at most so many experts in a row are being read or written
@@ -100,15 +100,14 @@ def _copy(writers: Sequence[PackWriter | None], header: PackHeader, read: ReadRe
 
 
 @contextmanager
-def _reading() -> Iterator[tuple[ThreadPoolExecutor, deque[Future[Sequence[memoryview]]]]]:
+def _reading() -> Iterator[tuple[Pool, deque[Future[Sequence[memoryview]]]]]:
     """Threads, and what they are asked for. In the end they are let go, with a little patience: their source is closed
     behind them."""
-    pool, asked = ThreadPoolExecutor(READERS, thread_name_prefix="pack-reader"), deque[Future[Sequence[memoryview]]]()
+    pool, asked = Pool(READERS, "pack-reader"), deque[Future[Sequence[memoryview]]]()
     try:
         yield pool, asked
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        wait([future for future in asked if not future.cancelled()], END_TIMEOUT_S)
+        pool.end(END_TIMEOUT_S)
 
 
 @contextmanager

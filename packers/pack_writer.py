@@ -4,7 +4,7 @@ a pack is while it grows, and how a later run goes on: `packers.pack`."""
 import errno
 import fcntl
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,11 +15,13 @@ from kernels.record import PAGE_BYTES
 from packers.memory import page_aligned
 from packers.pack_header import DIGEST_BYTES, PackHeader
 from packers.packs import checksum, decode_header, encode_header
+from packers.pool import Pool
 from packers.shard_writer import sync_directory
 from tided.errors import DataError, UnavailableError
 
 UNKNOWN = "0" * 2 * DIGEST_BYTES  # the index's checksum while a pack is written: as long, so that it moves nothing
 FLUSH_BYTES = 256 << 20  # of records between two flushes; a kill loses no more than this
+END_TIMEOUT_S = 5.0  # for reads and writes that nobody waits for any more
 
 
 class PackWriter:
@@ -37,13 +39,15 @@ class PackWriter:
             os.close(self._fd)
             raise
         self.done = self._flushed = len(self._index) // DIGEST_BYTES
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pack-writer")
+        self._thread = Pool(1, "pack-writer")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        """A write that hangs is left to itself, and the files open: their numbers would soon be those of others."""
+        if not self._thread.end(END_TIMEOUT_S):
+            return
         os.close(self._fd)
         if self._direct is not None:
             os.close(self._direct)

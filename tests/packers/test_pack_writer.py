@@ -381,6 +381,67 @@ def test_a_record_that_could_not_be_written_is_followed_by_none(tmp_path, monkey
     assert contents(tmp_path) == expected
 
 
+def test_a_disk_that_hangs_is_told_and_its_files_stay_open_under_the_write(tmp_path, monkeypatch, expected):
+    plain, goes_on, used, writers = os.pwrite, threading.Event(), set(), []
+
+    def hanging(fd, data, offset):
+        if offset == HEADERS[0].offset(3):
+            used.add(fd)
+            goes_on.wait(600)
+        return plain(fd, data, offset)
+
+    def first(*pair):
+        return Source()(*pair)[:1]
+
+    class Noted(PackWriter):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            writers.append(self)
+
+    monkeypatch.setattr(writing.os, "pwrite", hanging)
+    monkeypatch.setattr(packing, "PackWriter", Noted)
+    monkeypatch.setattr(packing, "STEP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(writing, "END_TIMEOUT_S", 0.2)
+    try:
+        with pytest.raises(UnavailableError, match=r"no expert could be read or written for .* s"):
+            make(tmp_path, first, headers=HEADERS[:1])
+        assert not goes_on.is_set()
+        assert all(os.fstat(fd).st_size > 0 for fd in used)  # a number given to another file would be written to
+        with pytest.raises(UnavailableError, match="another process is writing this pack"):
+            make(tmp_path, first, headers=HEADERS[:1])
+    finally:
+        goes_on.set()
+    monkeypatch.setattr(writing, "END_TIMEOUT_S", 30.0)
+    [hung] = writers
+    hung.__exit__(None, None, None)
+    make(tmp_path)
+    assert contents(tmp_path) == expected
+
+
+@pytest.mark.parametrize("stuck", ["read", "write"])
+def test_a_command_whose_disk_hangs_ends(tmp_path, stuck):
+    program = textwrap.dedent("""
+        import os, sys, threading
+        sys.path[:0] = sys.argv[3:]
+        import packers.pack as packing, packers.pack_writer as writing
+        import test_pack_writer as t
+        packing.STEP_TIMEOUT_S = packing.END_TIMEOUT_S = writing.END_TIMEOUT_S = 0.2
+        plain, read = os.pwrite, t.Source()
+        def hang(*arguments):
+            threading.Event().wait(600)
+        def write(fd, data, offset):
+            return hang() if offset == t.HEADERS[0].offset(3) else plain(fd, data, offset)
+        if sys.argv[2] == "write":
+            os.pwrite = write
+        t.make(t.Path(sys.argv[1]), hang if sys.argv[2] == "read" else read)
+    """)
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", program, str(tmp_path), stuck, str(here), str(here.parents[1])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "no expert could be read or written" in ended.stderr
+
+
 def test_packs_are_written_beside_each_other_while_the_next_expert_is_read(tmp_path, monkeypatch, expected):
     plain, met, source = os.pwrite, threading.Barrier(3, timeout=30), Source()
 
