@@ -4,7 +4,9 @@ a pack is while it grows, and how a later run goes on: `packers.pack`."""
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -39,6 +41,7 @@ class PackWriter:
             os.close(self._fd)
             raise
         self.done = self._flushed = len(self._index) // DIGEST_BYTES
+        self._failed = False
         self._thread = Pool(1, "pack-writer")
 
     def __enter__(self) -> Self:
@@ -64,25 +67,36 @@ class PackWriter:
         """Raises ValueError unless it is the next record: none may follow one that could not be written."""
         if number != self.done or record.nbytes != self.header.nbytes(number):
             raise ValueError(f"record {number} of {record.nbytes} bytes, not record {self.done}")
-        self._put_record(record, self.header.offset(number))
-        self._index += checksum(record)
-        self.done += 1
-        if self.header.offset(self.done) - self.header.offset(self._flushed) >= FLUSH_BYTES:
-            self._flush()
+        with self._last_if_it_fails():
+            self._put_record(record, self.header.offset(number))
+            self._index += checksum(record)
+            self.done += 1
+            if self.header.offset(self.done) - self.header.offset(self._flushed) >= FLUSH_BYTES:
+                self._flush()
 
     def finish(self) -> None:
         """The pack gets its name. Raises ValueError when records are missing."""
         if self.done != self.header.records:
             raise ValueError(f"{self.done} of {self.header.records} records")
-        self._flush()
-        index = bytes(self._index).ljust(self.header.index_bytes, b"\0")
-        self._put(index, self.header.header_bytes)
-        os.fsync(self._fd)
-        whole = encode_header(replace(self.header, index=checksum(index).hex()), self.header.MAGIC)
-        self._put(whole[:PAGE_BYTES], 0)  # at once or not at all; behind this page the header is as it was
-        os.fsync(self._fd)
-        self.temporary.rename(self.path)
-        sync_directory(self.path.parent)
+        with self._last_if_it_fails():
+            self._flush()
+            index = bytes(self._index).ljust(self.header.index_bytes, b"\0")
+            self._put(index, self.header.header_bytes)
+            os.fsync(self._fd)
+            whole = encode_header(replace(self.header, index=checksum(index).hex()), self.header.MAGIC)
+            self._put(whole[:PAGE_BYTES], 0)  # at once or not at all; behind this page the header is as it was
+            os.fsync(self._fd)
+            self.temporary.rename(self.path)
+            sync_directory(self.path.parent)
+
+    @contextmanager
+    def _last_if_it_fails(self) -> Iterator[None]:
+        """A device tells once that what it had taken is lost: a second flush would say that all is well."""
+        if self._failed:
+            raise ValueError("a write before this one failed: only another run, which looks at what is there, goes on")
+        self._failed = True
+        yield
+        self._failed = False
 
     def _lock(self) -> None:
         try:
@@ -108,8 +122,9 @@ class PackWriter:
         """The checksums of the records that an earlier run left intact; an empty file is started. The header is on the
         device before the file is any longer: a file with records has a whole one."""
         region = os.pread(self._fd, self.header.header_bytes, 0)
-        index = self._intact() if self._is_ours(region) else bytearray()
+        # What counts is on the device; memory may hold what a write that failed did not bring there.
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        index = self._intact() if self._is_ours(region) else bytearray()
         self._put(encode_header(replace(self.header, index=UNKNOWN), self.header.PARTIAL), 0)
         os.fsync(self._fd)
         os.ftruncate(self._fd, self.header.offset(len(index) // DIGEST_BYTES))

@@ -381,6 +381,69 @@ def test_a_record_that_could_not_be_written_is_followed_by_none(tmp_path, monkey
     assert contents(tmp_path) == expected
 
 
+def test_a_flush_that_failed_is_not_tried_again_and_believed(tmp_path, monkeypatch, expected):
+    """The device tells of a loss once."""
+    flushes = []
+
+    def once(fd):
+        flushes.append(fd)
+        if len(flushes) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(writing.os, "fdatasync", once)
+    with PackWriter(tmp_path / NAMES[0], HEADERS[0]) as writer:
+        sent = [writer.send(number, record_of(*divmod(number, EXPERTS), 0)) for number in range(15)]
+        failures = [type(one.exception(30)) for one in sent]
+        assert failures == [*[type(None)] * 3, OSError, *[ValueError] * 11]
+        with pytest.raises(ValueError, match="4 of 15 records"):
+            writer.finish()
+    part = (tmp_path / f".{NAMES[0]}.part").read_bytes()
+    index = part[PAGE_BYTES : PAGE_BYTES + 15 * 16]
+    assert index[: 2 * 16] == expected[0][PAGE_BYTES : PAGE_BYTES + 2 * 16]
+    assert not any(index[2 * 16 :])
+    told = []
+    make(tmp_path, told=told)
+    assert (told[0], contents(tmp_path)) == ((0, 15), expected)  # of the other rank there is nothing
+
+
+def test_a_last_flush_that_failed_gives_no_pack_its_name(tmp_path, monkeypatch):
+    with PackWriter(tmp_path / NAMES[0], HEADERS[0]) as writer:
+        for number in range(15):
+            writer.write(number, record_of(*divmod(number, EXPERTS), 0))
+        with monkeypatch.context() as patch:
+            patch.setattr(writing.os, "fdatasync", lost)
+            with pytest.raises(OSError, match="Input/output"):
+                writer.finish()
+        with pytest.raises(ValueError, match="a write before this one failed"):
+            writer.finish()
+    assert not (tmp_path / NAMES[0]).exists()
+
+
+def lost(fd):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_what_only_memory_holds_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch, expected):
+    killed_after(tmp_path, 11)
+    part, at = tmp_path / f".{NAMES[1]}.part", HEADERS[1].offset(4)
+    cached, plain, dropped = part.read_bytes(), os.pread, set()
+    with part.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(16))
+
+    def pread(fd, count, offset):
+        if os.path.samestat(os.fstat(fd), part.stat()) and fd not in dropped:
+            return cached[offset : offset + count]
+        return plain(fd, count, offset)
+
+    monkeypatch.setattr(writing.os, "pread", pread)
+    monkeypatch.setattr(writing.os, "posix_fadvise", lambda fd, *_: dropped.add(fd))
+    told = []
+    make(tmp_path, told=told)
+    assert told[0] == (4, 15)
+    assert contents(tmp_path) == expected
+
+
 def test_a_disk_that_hangs_is_told_and_its_files_stay_open_under_the_write(tmp_path, monkeypatch, expected):
     plain, goes_on, used, writers = os.pwrite, threading.Event(), set(), []
 
