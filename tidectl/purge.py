@@ -6,6 +6,7 @@ overwritten, which on flash would promise what no program can keep (SECURITY.md)
 
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from tidectl import record, runner
 from tidectl.output import emit, say
 from tidectl.state import as_owner, state_dir
-from tided.errors import DataError, UsageError
+from tided.errors import DataError, PermissionError_, UsageError
 
 ROOMS = {"cache": "kept prompts and parked contexts", "logs": "logs", "history": "histories"}
 FLIGHTS = "flight-*.jsonl"
@@ -35,7 +36,7 @@ def run(history: bool, yes: bool, as_json: bool) -> None:
     others = [node.host for node in record.nodes_here(directory) if not node.here]
     with as_owner(directory), runner.at_rest(directory, "tidectl purge"):
         found = list(_found(directory, history))
-        if found and not as_json:
+        if found:
             say("\n".join(f"{one.words}: {one.files} files, {one.nbytes / 1e6:.1f} MB" for one in found))
         if found and not yes:
             _confirm(directory)
@@ -58,15 +59,38 @@ def _found(directory: Path, history: bool) -> Iterator[Found]:
 
 
 def _sized(name: str, words: str, paths: Sequence[Path]) -> Iterator[Found]:
+    """Raises PermissionError_ for what this user may not see: it would stay, and nobody would know."""
     there = [path for path in paths if os.path.lexists(path)]
-    entries = [entry for path in there for entry in (path, *path.rglob("*"))]
-    for entry in entries:
-        if entry.is_symlink():
-            hint = f"nothing outside the state directory is removed: empty {entry.readlink()} yourself, then the link"
-            raise DataError("is a link", where=str(entry), hint=hint)
-    sizes = [entry.stat().st_size for entry in entries if not entry.is_dir()]
+    try:
+        sizes = [size for path in there for size in _sizes(path)]
+    except PermissionError as error:
+        hint = "run it as the user that the server runs as"
+        raise PermissionError_("this user may not look into it", where=str(error.filename), hint=hint) from error
     if sizes:
         yield Found(name, words, there, len(sizes), sum(sizes))
+
+
+def _sizes(path: Path) -> Iterator[int]:
+    """Of the file, or of all files below. Raises OSError, and DataError for a link."""
+    for entry in _entries(path):
+        found = entry.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            hint = f"nothing outside the state directory is removed: empty {entry.readlink()} yourself, then the link"
+            raise DataError("is a link", where=str(entry), hint=hint)
+        if not stat.S_ISDIR(found.st_mode):
+            yield found.st_size
+
+
+def _entries(path: Path) -> Iterator[Path]:
+    """`path`, and what is below it. Path's own walks are silent where a directory may not be listed."""
+    yield path
+    if path.is_dir():
+        for directory, directories, files in os.walk(path, onerror=_refused):
+            yield from (Path(directory, name) for name in (*directories, *files))
+
+
+def _refused(error: OSError) -> None:
+    raise error
 
 
 def _remove(paths: Sequence[Path]) -> None:

@@ -1,15 +1,18 @@
 """`tidectl purge`: what goes, what stays, and when it is refused."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.tidectl.canned import Tidectl
-from tidectl import record, supervisor
+from tidectl import purge, record, supervisor
 from tidectl.nodes import Node
 
 GOES = {
@@ -120,3 +123,40 @@ def test_a_link_leads_it_nowhere(tidectl: Tidectl, used: Path, tmp_path: Path, n
     assert str(elsewhere) in ran.stderr
     assert left(used) == before
     assert (elsewhere / "precious").read_text() == "kept"
+
+
+@pytest.mark.parametrize("calls", [("listdir", "scandir"), ("lstat", "stat")])
+def test_what_may_not_be_looked_into_is_told_and_nothing_goes(
+    tidectl: Tidectl, used: Path, monkeypatch: pytest.MonkeyPatch, calls: Sequence[str]
+) -> None:
+    """As for another's directory; root, who may run this, is refused nowhere."""
+    closed, before = used / "cache" / "rank-1" / "parked", left(used)
+    refuse(monkeypatch, closed, *calls)
+    ran = tidectl("purge", "--yes")
+    assert ran.exit_code == 77, ran.stderr
+    assert str(closed) in ran.stderr
+    assert "nothing to remove" not in ran.stderr
+    monkeypatch.undo()
+    assert left(used) == before
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, closed: Path, *calls: str) -> None:
+    def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(path: Any = ".", *rest: Any, **named: Any) -> Any:
+            if not isinstance(path, int) and os.fspath(path) == str(closed):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return plain(path, *rest, **named)
+
+        return refusing
+
+    for call in calls:
+        monkeypatch.setattr(os, call, wrapped(getattr(os, call)))
+
+
+def test_who_is_asked_has_seen_what_goes(tidectl: Tidectl, used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(purge, "_confirm", asked.append)
+    ran = tidectl("purge", "--json")
+    assert asked == [used]
+    assert "kept prompts and parked contexts: 2 files" in ran.stderr
+    assert json.loads(ran.stdout)["removed"]["cache"] == {"files": 2, "bytes": 1000}
