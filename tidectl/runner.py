@@ -1,5 +1,6 @@
 """Who runs the ranks of this node: the service manager where the service is installed, else our own supervisor."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,9 +11,10 @@ from tidectl.journal import Journal
 from tidectl.sent import text_of
 from tidectl.supervisor import Status
 from tided.control.files import write_private
-from tided.control.state import Claim
+from tided.control.state import Claim, lock_file
 from tided.profile import load
 from tided.profile.instances import SITE_DIR
+from tided.settings import MOST_RANKS
 
 
 def start(profile: Path, state_dir: Path, ranks: Sequence[int]) -> None:
@@ -53,16 +55,28 @@ def claim(state_dir: Path) -> None:
 
 @contextmanager
 def at_rest(state_dir: Path, words: str) -> Iterator[None]:
-    """Nothing of this directory runs or starts while it lasts, ranks without a supervisor included. `words`: who keeps
-    it so. Raises UnavailableError for what runs."""
+    """Nothing of this directory runs or starts while it lasts, ranks without a supervisor included: every rank that a
+    profile may have is held. `words`: who keeps it so. Raises UnavailableError for what runs."""
     with ExitStack() as held:
         if units.in_use(state_dir):
             units.refuse_running(state_dir)
         else:
             held.callback(os.close, supervisor.take_lock(state_dir))
-        for file in sorted(state_dir.glob("rank-*.lock")):
-            held.callback(Claim(state_dir, int(file.stem.removeprefix("rank-")), words).release)
+        for rank in range(MOST_RANKS):
+            held.callback(_hold(state_dir, rank, words))
         yield
+
+
+def _hold(state_dir: Path, rank: int, words: str) -> Callable[[], None]:
+    """Gives what lets it go."""
+    was_here = lock_file(state_dir, rank).exists()
+    try:
+        claim = Claim(state_dir, rank, words)
+    except OSError as error:
+        if was_here or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return lambda: None  # a full disk has no room for the rank's own lock either, without which it does not start
+    return claim.release if was_here else claim.remove
 
 
 def keep_profile(name: str, text: str, state_dir: Path) -> Path:

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 MOST_TOKENS = 1 << 24
 MOST_SLOTS = 1 << 20
+MOST_RANKS = 64
 MOST_BYTES = 1 << 50  # no number of a profile is larger: what is computed from them fits 64 bits
 
 
@@ -222,7 +223,7 @@ class Engine(Section, frozen=True):
 
 
 class Parallel(Section, frozen=True):
-    ranks: Annotated[int, _doc("numbers", "Processes that share the model.", ge=1, le=64)] = 1
+    ranks: Annotated[int, _doc("numbers", "Processes that share the model.", ge=1, le=MOST_RANKS)] = 1
     hosts: Annotated[
         tuple[Annotated[str, Meta(min_length=1)], ...],
         _doc("node", "One address a rank, rank 0 first; empty: every rank on this machine."),

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from tests.tidectl.canned import Tidectl
-from tidectl import purge, record, supervisor
+from tidectl import purge, record, runner, supervisor
 from tidectl.nodes import Node
+from tided.control import state as state_file
+from tided.control.state import Claim
+from tided.settings import MOST_RANKS
 
 GOES = {
     "cache/rank-0/prefix/abc.state": 700,
@@ -160,3 +163,55 @@ def test_who_is_asked_has_seen_what_goes(tidectl: Tidectl, used: Path, monkeypat
     assert asked == [used]
     assert "kept prompts and parked contexts: 2 files" in ran.stderr
     assert json.loads(ran.stdout)["removed"]["cache"] == {"files": 2, "bytes": 1000}
+
+
+CLAIM = """
+import sys
+from pathlib import Path
+from tided.control.state import Claim
+Claim(Path(sys.argv[1]), int(sys.argv[2]), "a rank")
+"""
+
+
+def claim(state: Path, rank: int) -> str:
+    """What another process is told that would be this rank; "" where it may."""
+    command = [sys.executable, "-c", CLAIM, str(state), str(rank)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stderr
+
+
+def test_no_rank_starts_meanwhile_that_was_never_here(used: Path) -> None:
+    (used / "rank-0.bak.lock").touch()  # somebody's own
+    before = left(used)
+    with runner.at_rest(used, "tidectl purge"):
+        for rank in (0, 1, MOST_RANKS - 1):
+            assert f"rank {rank} runs here already (tidectl purge" in claim(used, rank)
+    assert left(used) == before
+    assert claim(used, 1) == ""
+
+
+def test_a_lock_that_is_removed_while_a_rank_takes_it_holds_nobody(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, path = state_file.fcntl.lockf, used / "rank-1.lock"
+
+    def removed_first(fd: int, operation: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        plain(fd, operation)
+
+    monkeypatch.setattr(state_file.fcntl, "lockf", removed_first)
+    held = Claim(used, 1, "the first")
+    assert "rank 1 runs here already (the first" in claim(used, 1)
+    held.release()
+
+
+def test_a_full_disk_can_be_purged(tidectl: Tidectl, used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = os.open
+
+    def full(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_CREAT and not os.path.lexists(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return plain(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", full)
+    ran = tidectl("purge", "--yes")
+    assert ran.exit_code == 0, ran.exception
+    assert left(used) == {*STAYS, *LEARNED}

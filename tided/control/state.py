@@ -89,16 +89,11 @@ class Claim:
 
     def __init__(self, state_dir: Path, rank: int, words: str) -> None:
         """`words`: what this process is, for the one that is refused."""
-        path = state_dir / f"rank-{rank}.lock"
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.read(self._fd, MAX_FILE_BYTES).decode(errors="replace").strip()
+        self._path = lock_file(state_dir, rank)
+        self._take(rank)
+        while not self._is_at_its_name():  # who held it has removed it since it was opened
             os.close(self._fd)
-            raise UnavailableError(
-                f"rank {rank} runs here already ({owner})", where=str(path), hint="stop it first: `tidectl status`"
-            ) from None
+            self._take(rank)
         with suppress(OSError):  # a full disk: the lock counts, its words are for people
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{words}, pid {os.getpid()}\n".encode(), 0)
@@ -106,6 +101,33 @@ class Claim:
     def release(self) -> None:
         """For a process that goes on."""
         os.close(self._fd)
+
+    def remove(self) -> None:
+        """Releases it and leaves no file: of a rank that never was here."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+    def _take(self, rank: int) -> None:
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(self._fd, MAX_FILE_BYTES).decode(errors="replace").strip()
+            os.close(self._fd)
+            hint = "stop it first: `tidectl status`"
+            raise UnavailableError(
+                f"rank {rank} runs here already ({owner})", where=str(self._path), hint=hint
+            ) from None
+
+    def _is_at_its_name(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._fd), self._path.lstat())
+        except FileNotFoundError:
+            return False
+
+
+def lock_file(state_dir: Path, rank: int) -> Path:
+    return state_dir / f"rank-{rank}.lock"
 
 
 def rank_file(state_dir: Path, rank: int) -> Path:
