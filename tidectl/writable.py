@@ -12,15 +12,18 @@ def refuse_unwritable(file: Path, option: str) -> None:
     hint = f"{option} FILE in a directory that is there, and yours"
     if os.path.isdir(file):  # noqa: PTH112  Path's raises, for a name that is too long
         raise UsageError("is a directory", where=str(file), hint=f"{option} names a file in it")
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")  # as long as the longest that is used
     try:
         temporary.open("xb").close()
+    except FileExistsError as error:
+        raise UnavailableError(
+            "is in the way", where=str(temporary), hint="remove it, or choose another name"
+        ) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(f"{file.parent} is no directory", where=str(file), hint=hint) from error
     except PermissionError as error:
         raise PermissionError_("this user may not write there", where=str(file), hint=hint) from error
     except OSError as error:
         raise UnavailableError(f"cannot be written ({error.strerror})", where=str(file), hint=hint) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+    with suppress(OSError):
+        temporary.unlink()
