@@ -1,6 +1,7 @@
 """From a valid profile to settings, and what a start refuses although the profile is valid."""
 
 import json
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from packers.manifest import NAME, Manifest, write_manifest
 from tided.errors import ConfigError, DataError
 from tided.profile import check, load, load_for_start, loader, start
-from tided.profile.checkpoint_files import INDEX
+from tided.profile.checkpoint_files import INDEX, fetch_command
 from tided.profile.reading import Reading, read
 from tided.profile.schema import KEYS, SECTIONS, value_of
 from tided.profile.start import refuse_missing, refuse_unread
@@ -187,6 +188,12 @@ def test_a_damaged_index_is_told(profile: Path) -> None:
         (directory / INDEX).write_bytes(content)
         with pytest.raises(DataError, match=f"{INDEX} is not what a checkpoint holds"):
             refuse_missing(load(profile), read(profile))
+
+
+def test_the_command_that_fetches_is_one_that_a_shell_reads_as_it_is_meant(tmp_path: Path) -> None:
+    command = fetch_command(tmp_path / "my models; true", "--dense")
+    assert shlex.split(command) == ["tidectl", "fetch", "REPOSITORY", "--dense", "--to", f"{tmp_path}/my models; true"]
+    assert command.endswith("/my models; true'")
 
 
 def test_a_fetch_that_was_ended_is_told_with_the_command_that_goes_on(profile: Path) -> None:

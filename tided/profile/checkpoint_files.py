@@ -2,6 +2,7 @@
 contents."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,7 +47,7 @@ def fetch_command(path: Path, *options: str) -> str:
     found = _read(path / FETCHED, _Fetched)
     known = found is not None and REPOSITORY.fullmatch(found.repository)
     repository = found.repository if found is not None and known else "REPOSITORY"
-    return " ".join(("tidectl fetch", repository, *options, "--to", str(path)))
+    return shlex.join(("tidectl", "fetch", repository, *options, "--to", str(path)))
 
 
 def _absent(path: Path, shards: list[str]) -> str:
