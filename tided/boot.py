@@ -37,7 +37,7 @@ from tided.engine.link_probe import LinkSpeed, measure
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Event
 from tided.engine.warming import warm_up
-from tided.errors import TideError
+from tided.errors import TideError, told
 from tided.experts.arena import Pair
 from tided.models.parallel import Alone, Group
 from tided.settings import Settings
@@ -83,7 +83,7 @@ def run_rank(settings: Settings, rank: int, keys: Keys | None, state_dir: Path, 
         loop.ended(error)
     except Exception as error:
         log.exception("the start failed")
-        loop.ended(TideError(f"the start failed: {str(error) or type(error).__name__}", hint="the log has the trace"))
+        loop.ended(TideError(f"the start failed: {told(error)}", hint="the log has the trace"))
     else:
         loop.ended(None)
 
@@ -144,7 +144,7 @@ def _last_word(link: Leader | Solo) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        link.stop(str(error))
+        link.stop(str(error) if isinstance(error, TideError) else told(error))
         raise
 
 

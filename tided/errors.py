@@ -111,3 +111,10 @@ class QueueFullError(RequestError):
             kind="rate_limit_error",
             code="queue_full",
         )
+
+
+def told(error: BaseException) -> str:
+    """Of an error that is none of ours: what everybody may know. Its own words may hold a path, or what was asked;
+    they belong into the log, and nowhere else."""
+    kind = type(error).__name__
+    return f"{kind}: {error.strerror}" if isinstance(error, OSError) and error.strerror else kind

@@ -22,7 +22,7 @@ from tided.control.operator import AskBudget, OperatorSocket
 from tided.control.progress import Progress
 from tided.control.state import Phase, StateFile
 from tided.engine.types import Event
-from tided.errors import PairError, TideError, UnavailableError
+from tided.errors import PairError, TideError, UnavailableError, told
 from tided.settings import Settings
 
 if TYPE_CHECKING:  # at run time they are imported when they are needed: torch takes seconds
@@ -110,8 +110,7 @@ class Daemon:
             self._conclude(fault)
         except Exception as fault:
             log.exception("%s failed", what)
-            told = str(fault) or type(fault).__name__
-            self._conclude(TideError(f"{what} failed: {told}", hint="the log has the trace"))
+            self._conclude(TideError(f"{what} failed: {told(fault)}", hint="the log has the trace"))
 
     @property
     def engine_is_alive(self) -> bool:

@@ -1,6 +1,7 @@
 """Real processes, real signals."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -152,15 +153,18 @@ async def test_what_is_no_heartbeat_is_a_failure(keys, payload, words):
     await zero.close(), await one.close()
 
 
-async def test_a_watch_that_breaks_is_a_failure(keys):
+async def test_a_watch_that_breaks_is_a_failure(keys, caplog):
     beats = Beats(keys)
 
     def broken():
-        raise ValueError("no engine")
+        raise OSError(errno.EIO, "no engine", "/secret/x")
 
     zero = Heartbeats(beats.settings, 0, keys, "s", broken, beats.failure.set_result, beats.stopped.set)
     zero.start()
-    assert "no engine" in str(await asyncio.wait_for(beats.failure, 10))
+    failure = str(await asyncio.wait_for(beats.failure, 10))
+    assert "the heartbeats failed: OSError: no engine" in failure
+    assert "/secret" not in failure
+    assert "/secret/x" in caplog.text
     await zero.close()
 
 

@@ -5,6 +5,7 @@ hang SEQ          the step is never finished
 raise SEQ WORDS   it raises
 memory 0 FILE     the node has as many bytes free as FILE says"""
 
+import errno
 import sys
 import time
 from functools import partial
@@ -23,7 +24,7 @@ if file.exists():
         if step.seq == int(seq):  # the first is 1
             if verb == "hang":
                 time.sleep(600)
-            raise OSError(*words)
+            raise OSError(errno.ENOSPC, *words, "/secret/x")
         return execute(self, step)
 
     Executor.execute = fail

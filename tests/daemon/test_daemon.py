@@ -1,6 +1,7 @@
 """The loop's side of a rank, with an engine thread that does what the test says."""
 
 import asyncio
+import errno
 import os
 import re
 import resource
@@ -224,15 +225,15 @@ async def test_rank_0_names_the_rank_that_is_behind_and_lets_a_pair_rest(make_da
 
 
 async def broken(*_, **__):
-    raise ValueError("a mistake")
+    raise PermissionError(errno.EPERM, "not permitted", "/secret/x")
 
 
 @pytest.mark.parametrize(
     ("where", "name", "words"),
     [
-        (life, "watch", "the watch over this node's memory failed: a mistake"),
-        (Daemon, "_watch_engine", "the watch over the engine failed: a mistake"),
-        (Daemon, "_live", "the loop failed: a mistake"),
+        (life, "watch", "the watch over this node's memory failed: PermissionError: not permitted"),
+        (Daemon, "_watch_engine", "the watch over the engine failed: PermissionError: not permitted"),
+        (Daemon, "_live", "the loop failed: PermissionError: not permitted"),
     ],
 )
 async def test_a_watch_that_fails_ends_its_rank_and_tells_the_others(make_daemon, monkeypatch, where, name, words):

@@ -106,11 +106,14 @@ def test_an_engine_that_fails_is_told_of_in_its_own_words_long_before_silence_co
         began_s = time.monotonic()
         *_, failure, done = Stream(pair.url, max_tokens=900).events()
         assert done == "[DONE]"
-        assert "step 12 failed: the disk is gone" in failure["error"]["message"]
+        assert "step 12 failed: OSError: the disk is gone" in failure["error"]["message"]
+        assert "/secret" not in str(failure)
         last = pair.ended()
         assert time.monotonic() - began_s < 30
         assert {rank.rank: rank.exit_code for rank in last.ranks} == {0: 70, 1: 70}
-        assert f"rank {victim} ended: step 12 failed: the disk is gone" in pair.state(1 - victim).message
+        assert f"rank {victim} ended: step 12 failed: OSError: the disk is gone" in pair.state(1 - victim).message
+        assert "/secret" not in pair.state(1 - victim).message
+        assert "/secret/x" in pair.log(victim)  # whose machine it is finds it there
 
 
 @pytest.mark.parametrize("asked", [0, 1, None])

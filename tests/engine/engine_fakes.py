@@ -1,5 +1,6 @@
 """A deterministic model of a few lines, residents without bytes, and a link of two queues."""
 
+import errno
 import hashlib
 import queue
 import time
@@ -57,7 +58,7 @@ class FakeModel:
         lane.ids.append(token)
         lane.position += 1
         if lane.position == self.raise_at:
-            raise OSError("the disk is gone")
+            raise OSError(errno.EIO, "the disk is gone", "/secret/x")
         wanted = torch.tensor([[(token + layer + i * 3) % EXPERTS for i in range(TOP_K)] for layer in range(LAYERS)])
         for layer in range(LAYERS):
             missed = ~self.tables.routable[layer, wanted[layer]][None]

@@ -186,8 +186,10 @@ async def test_the_engines_end_fails_every_open_request_and_later_ones():
         for events in await asyncio.gather(*map(collect, answers)):
             assert isinstance(events[-1], Failed)
             assert "the disk is gone" in events[-1].message
+            assert "/secret" not in events[-1].message  # the server's paths are no client's business
         await until(lambda: client.state == "fault")
         assert "the disk is gone" in client.health()["fault"]
+        assert "/secret" not in str(client.health())
         with pytest.raises(RequestError, match="the engine stopped") as refused:
             client.submit(request("d"))
         assert refused.value.status == 503

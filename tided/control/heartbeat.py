@@ -7,6 +7,7 @@ alive, one that ended says so by a Fault. (An engine that hangs is found by the 
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from tided.control import wire
 from tided.control.keys import Keys
 from tided.control.memory import available_bytes
 from tided.control.messages import ControlMessage, Fault, Heartbeat, Stop
-from tided.errors import PairError
+from tided.errors import PairError, told
 from tided.settings import Settings
+
+log = logging.getLogger("heartbeat")
 
 FAULT_CHARACTERS = 2000
 STOP_GRACE_S = 15.0
@@ -124,11 +127,16 @@ class Heartbeats:
                 if gone:
                     raise gone
                 self._check_silence()
+        except PairError as failure:
+            await self._fail(failure)
         except Exception as error:
-            failure = error if isinstance(error, PairError) else PairError(f"the heartbeats failed: {error!r}")
-            self._on_failure(failure)
-            if self._rank == 0:
-                await self._send(Fault(0, str(failure)[:FAULT_CHARACTERS]))
+            log.exception("the heartbeats failed")
+            await self._fail(PairError(f"the heartbeats failed: {told(error)}", hint="the log has the trace"))
+
+    async def _fail(self, failure: PairError) -> None:
+        self._on_failure(failure)
+        if self._rank == 0:
+            await self._send(Fault(0, str(failure)[:FAULT_CHARACTERS]))
 
     async def _listen_for(self, seconds: float) -> bool:
         """Reads what comes until the time is over, and whatever waits by then: silence is judged after reading, so a

@@ -18,7 +18,7 @@ from tided.engine.executor import Executor
 from tided.engine.flight import Flight
 from tided.engine.lane import Outcome
 from tided.engine.ports import FollowerLink
-from tided.errors import PairError, RequestError, TideError
+from tided.errors import PairError, RequestError, TideError, told
 
 log = logging.getLogger("tided.engine")
 
@@ -69,9 +69,7 @@ class Engine:
 def as_fault(error: Exception, seq: int) -> TideError:
     if isinstance(error, TideError) and not isinstance(error, RequestError):
         return error
-    return PairError(
-        f"step {seq} failed: {str(error) or type(error).__name__}", hint="the log of this rank has the trace"
-    )
+    return PairError(f"step {seq} failed: {told(error)}", hint="the log of this rank has the trace")
 
 
 class FollowerEngine(Engine):
