@@ -26,16 +26,19 @@ class Pool:
             thread.start()
 
     def submit(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> Future[T]:
-        """Raises queue.Full: who asks for so much never waits for any of it."""
+        """Raises queue.Full: who asks for so much never waits for any of it. `end` has room behind it."""
+        if self._asked.qsize() >= MOST_ASKED:
+            raise queue.Full
         future = Future[T]()
         self._asked.put_nowait((future, partial(call, *arguments, **named)))
         return future
 
     def end(self, timeout_s: float) -> bool:
-        """What has not begun never does. False: what has begun is not done by then."""
-        self._ended.set()
-        for _ in self._threads:
-            self._asked.put_nowait(None)
+        """What has not begun never does. False: what has begun is not done by then; it may be called again."""
+        if not self._ended.is_set():
+            self._ended.set()
+            for _ in self._threads:
+                self._asked.put_nowait(None)
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from packers.mxfp4 import Header, header_of
 from packers.pack import pack
 from packers.pack_writer import PackWriter
 from packers.packs import Pack, encode_header
+from packers.pool import MOST_ASKED, Pool
 from tided.errors import DataError, UnavailableError
 
 LAYERS, EXPERTS, RANKS = 3, 5, 2
@@ -479,6 +481,17 @@ def test_a_disk_that_hangs_is_told_and_its_files_stay_open_under_the_write(tmp_p
     hung.__exit__(None, None, None)
     make(tmp_path)
     assert contents(tmp_path) == expected
+
+
+def test_who_asks_without_end_is_refused_and_the_pool_still_ends():
+    goes_on, pool = threading.Event(), Pool(1, "test")
+    for _ in range(MOST_ASKED):
+        pool.submit(goes_on.wait, 600)
+    with pytest.raises(queue.Full):
+        list(map(pool.submit, [goes_on.wait] * 2))  # one may have begun
+    assert not pool.end(0.0)
+    goes_on.set()
+    assert pool.end(30.0)
 
 
 @pytest.mark.parametrize("stuck", ["read", "write"])
