@@ -36,6 +36,14 @@ TEXTS = st.text(st.sampled_from("aZ <>/|｜\"'\\{}[]:,0-\n\té潮🌊\u200d\x00"
 WRITTEN = st.lists(st.sampled_from(CALLS) | st.sampled_from(MARKUP) | TEXTS, max_size=24).map("".join)
 
 
+def parameters(arguments: str) -> Any:
+    """By what a client reads: of a parameter that came twice a stream has both, and its last value counts."""
+    try:
+        return json.loads(arguments)
+    except ValueError:  # cut off
+        return arguments
+
+
 def read(family: Family, pieces: list[str], reason: Any, **options: Any) -> list[Any]:
     """The answer as a client puts it together."""
     parser = family.parser(by_token=False, **options)
@@ -56,7 +64,9 @@ def read(family: Family, pieces: list[str], reason: Any, **options: Any) -> list
             case CallArguments(index, text):
                 assert index == len(parts[2]) - 1
                 parts[2][index][1] += text
-    assert [[call.name, call.arguments] for call in parser.calls][: len(parts[2])] == parts[2]
+    assert len(parser.calls) >= len(parts[2])
+    for call, (name, arguments) in zip(parser.calls, parts[2], strict=False):
+        assert (call.name, parameters(call.arguments)) == (name, parameters(arguments))
     if parser.finish_reason != "length":
         assert all(isinstance(json.loads(arguments), dict) for _, arguments in parts[2])
     assert (parser.finish_reason == "tool_calls") <= bool(parts[2])
