@@ -3,6 +3,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -141,6 +142,16 @@ def test_who_does_not_come_to_a_meeting_is_not_waited_for_longer():
 
 def refused():
     raise PairError("refused")
+
+
+def test_where_no_thread_can_begin_any_more_a_group_is_left_behind(monkeypatch):
+    """What brought the rank there is its error, and not that."""
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    TorchGroup.__new__(TorchGroup).close()
 
 
 def test_a_busy_port_is_named():

@@ -98,10 +98,12 @@ class TorchGroup:
 
     def close(self) -> None:
         """Lets go without waiting for anybody: a peer may be dead, and an orderly destroy would wait for it. NCCL may
-        never let go while captured graphs hold collectives: then it is left behind, for the process to end with."""
+        never let go while captured graphs hold collectives: then it is left behind, for the process to end with; so it
+        is where no thread can begin any more, and what brought the rank here is told."""
         ending = threading.Thread(target=self._abort, name="data plane's end", daemon=True)
-        ending.start()
-        ending.join(CLOSE_S)
+        with suppress(RuntimeError):
+            ending.start()
+            ending.join(CLOSE_S)
 
     def _abort(self) -> None:
         with suppress(Exception):
