@@ -58,7 +58,7 @@ def test_nothing_is_wrong_after_it(pair, clean, name, stage):
     outcome = Trial(case(FAULTS.index(named(name)), (named(name), stage)), pair, clean, SLOW_MACHINE_S).run()
     assert outcome.faults == [], outcome.line
     assert outcome.compared > 1
-    if not name.startswith("EIO"):  # of a disk that gives nothing any more the pair ends, of one that fails at times not
+    if not name.startswith("EIO"):  # where a disk gives nothing any more the pair ends, where it fails at times not
         assert outcome.ended == name.startswith("kill")
 
 

@@ -5,8 +5,7 @@ rounded as the table rounds them, as they are, in percent or in another power of
 receipts know. In tables whose columns are lines of a receipt (`BY_PIECE`) that holds for each piece of a cell, between
 commas, semicolons and brackets. A row of figures that are computed of others calls itself derived.
 
-A section without a receipt says so; `WITHOUT` lists them, and may only become shorter. The table of faults is what its
-receipt makes, to the character.
+Tables that our own tools make of receipts (`MADE`) are what these make, to the character.
 
 A figure of prose, with its unit, stands on a line of its section's receipts too, or in a sentence that says what it is
 instead (`MARKED`), or is a setting of the run (`GIVEN`). `PROSE_ALONE` names the sections of which that does not hold
@@ -26,6 +25,8 @@ import pytest
 
 from tests.faults.run import read_kept
 from tests.faults.table import BEGIN, END, render
+from tidectl.bench.receipt import read
+from tidectl.bench.table import markdown
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECEIPTS = DOCS / "receipts"
@@ -45,9 +46,7 @@ PAGES = sorted(
     {*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "SECURITY.md"}
     - {DOCS / "results.md", DOCS / "profiles.md"}
 )
-WITHOUT = {
-    "Reading a pack, next to fio",
-}
+MADE = {"Faults", "Speed by `tidectl bench`"}  # of receipts, by our own tools: to the character
 PROSE_ALONE = re.compile(r"^(?!A prompt ).* on a GPU$")
 GIVEN = {  # settings, sizes and limits: nothing that a run has measured
     "results.md": {"128 GB", "121.7 GiB", "4.87 GB/s", "260 MB", "6.65"},
@@ -73,7 +72,6 @@ BY_PIECE = {
     "What HTTP costs",
     "A newcomer beside a running answer",
     "What plans and rests cost",
-    "Faults",
     "Drafts on the mini",
     "Viewers of the map",
     "A decode step at the real shapes on a GPU",
@@ -193,9 +191,8 @@ def shown(text: str, unit: str) -> str:
 def test_a_table_says_what_its_receipts_say(name: str) -> None:
     section = SECTIONS[name]
     paths = receipts_of(section)
-    assert ("No receipt was kept" in section) == (name in WITHOUT)
-    assert paths or name in WITHOUT, "a section names its receipts, or says that it has none"
-    assert not paths or unfounded(section, name in BY_PIECE, paths) == []
+    assert paths, "a section names its receipts"
+    assert name in MADE or unfounded(section, name in BY_PIECE, paths) == []
 
 
 def test_no_receipt_is_without_a_table() -> None:
@@ -203,7 +200,7 @@ def test_no_receipt_is_without_a_table() -> None:
     assert named == set(RECEIPTS.iterdir())
 
 
-@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in WITHOUT and not PROSE_ALONE.search(name)])
+@pytest.mark.parametrize("name", [name for name in SECTIONS if not PROSE_ALONE.search(name)])
 def test_a_sentence_says_what_its_receipts_say(name: str) -> None:
     assert unfounded_prose(SECTIONS[name], GIVEN.get("results.md", set()), receipts_of(SECTIONS[name])) == []
 
@@ -213,8 +210,13 @@ def test_the_table_of_faults_is_what_its_receipt_makes() -> None:
     assert made == render(read_kept(RECEIPTS / "faults.jsonl"), {})
 
 
+def test_the_table_of_bench_is_what_its_receipt_makes() -> None:
+    path = RECEIPTS / "bench-mini-deepseek.json"
+    assert markdown([(path.stem, read(path))]).strip() in SECTIONS["Speed by `tidectl bench`"]
+
+
 def test_only_sections_that_are_there_are_excused() -> None:
-    assert SECTIONS.keys() >= WITHOUT | BY_PIECE
+    assert SECTIONS.keys() >= BY_PIECE | MADE
 
 
 def alone(page: str, given: set[str]) -> list[str]:
