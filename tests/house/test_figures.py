@@ -8,8 +8,8 @@ commas, semicolons and brackets. A row of figures that are computed of others ca
 Tables that our own tools make of receipts (`MADE`) are what these make, to the character.
 
 A figure of prose, with its unit, stands on a line of its section's receipts too, or in a sentence that says what it is
-instead (`MARKED`), or is a setting of the run (`GIVEN`). Figures on other pages stand in a paragraph that links the results or names their source;
-sizes, limits and defaults are in `GIVEN` by page.
+instead (`MARKED`), or is a setting of the run (`GIVEN`). Figures on other pages stand in a paragraph that links the
+results or names their source; sizes, limits and defaults are in `GIVEN` by page.
 """
 
 import itertools
@@ -51,7 +51,16 @@ GIVEN = {  # settings, sizes and limits: nothing that a run has measured
     "README.md": {"510 GB", "410 GB", "128 GB", "65 %"},
     "SECURITY.md": {"16 MiB"},
     "anthropic.md": {"10 s"},
-    "architecture.md": {"1 GiB", "4 MB", "0.1 s", "1 s", "256 MB", "64 MiB", "0.3 %"},  # the last: what bf16 rounds
+    "architecture.md": {
+        "1 GiB",
+        "4 MB",
+        "0.1 s",
+        "1 s",
+        "256 MB",
+        "64 MiB",
+        "0.3 %",
+        "97 %",
+    },  # what bf16 rounds; a test's bound
     "compare.md": {"128 GB", "5 %", "10 %"},
     "eval.md": {"35 %", "95 %", "100 %"},
     "failures.md": {"20 s"},
@@ -219,7 +228,11 @@ def test_only_sections_that_are_there_are_excused() -> None:
 
 def alone(page: str, given: set[str]) -> list[str]:
     """Figures in paragraphs that name no source."""
-    blocks = [block for block in re.split(r"\n\s*\n", page) if not re.search(r"results\.md|source", block)]
+    blocks = [
+        block
+        for block in re.split(r"\n\s*\n", page)
+        if not re.search(r"results\.md|\bsources?\b(?!_)", block, re.IGNORECASE)
+    ]
     found = [shown(text, unit) for block in blocks for text, unit in MEASURED.findall(block)]
     return [figure for figure in found if figure not in given]
 
