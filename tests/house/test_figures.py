@@ -46,6 +46,7 @@ PAGES = sorted(
     - {DOCS / "results.md", DOCS / "profiles.md"}
 )
 MADE = {"Faults", "Speed by `tidectl bench`"}  # of receipts, by our own tools: to the character
+SOURCE = re.compile(r"results\.md|\bsources?\b(?!_)", re.IGNORECASE)
 GIVEN = {  # settings, sizes and limits: nothing that a run has measured
     "results.md": {"128 GB", "121.7 GiB", "4.87 GB/s", "260 MB", "6.65"},
     "README.md": {"510 GB", "410 GB", "128 GB", "65 %"},
