@@ -1,39 +1,26 @@
 """Decode steps of fixed shape, captured and not: in Triton's interpreter on a CPU, and on a GPU where there is one."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-CASES, ROOT = Path(__file__).with_name("decode_cases.py"), Path(__file__).parents[2]
-PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+from tests.kernels.cases import run
 
-
-def run(device: str, *cases: str, **environment: str) -> str:
-    """A process of its own: the interpreter is chosen when Triton is imported."""
-    ran = subprocess.run(
-        [sys.executable, str(CASES), device, *cases],
-        env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
+HERE = Path(__file__).parent
 
 
 def test_in_the_interpreter_they_are_the_cpu_s():
-    assert run("cpu", "blocks", TRITON_INTERPRET="1").endswith("ok\n")
+    assert run("decode_cases.py", "cpu", "blocks", where=HERE, TRITON_INTERPRET="1").endswith("ok\n")
 
 
 def test_runs_of_a_step_that_may_wait_for_experts_have_demand_of_their_own():
-    assert run("cpu", "waiting", TRITON_INTERPRET="1").endswith("ok\n")
+    assert run("decode_cases.py", "cpu", "waiting", where=HERE, TRITON_INTERPRET="1").endswith("ok\n")
 
 
 def test_a_row_has_the_same_bits_beside_one_that_waits_for_experts_and_waiting_itself():
-    assert run("cpu", "layer", TRITON_INTERPRET="1").endswith("ok\n")
+    assert run("decode_cases.py", "cpu", "layer", where=HERE, TRITON_INTERPRET="1").endswith("ok\n")
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_they_are_the_cpu_s_captured_or_not():
-    assert run("cuda").endswith("ok\n")
+    assert run("decode_cases.py", "cuda", where=HERE).endswith("ok\n")

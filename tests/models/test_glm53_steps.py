@@ -1,23 +1,21 @@
 """GLM-5.3's decode steps of fixed shape: on a CPU those of the present path, to the bit where nothing is shared; by
 kernels in Triton's interpreter and on a GPU."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.kernels.cases import run
 from tests.models.rig import GLM, Threads, load_model
 from tests.models.test_glm53_cache import kept
 from tests.models.test_glm53_golden import LOGITS, serve
 
+HERE = Path(__file__).parent
+
 GOLDEN = load_file(GLM / "golden_main.safetensors")
 TOKENS = GOLDEN["tokens"].long()
-CASES, ROOT = Path(__file__).with_name("glm53_step_cases.py"), Path(__file__).parents[2]
-PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def model(fixed: bool, group=None, **asked):
@@ -73,22 +71,11 @@ def test_rows_taken_back_and_other_lanes():
         torch.testing.assert_close(got, wanted, rtol=0, atol=LOGITS / 4)
 
 
-def run(device: str, *cases: str, **environment: str) -> str:
-    """A process of its own: the interpreter is chosen when Triton is imported."""
-    ran = subprocess.run(
-        [sys.executable, str(CASES), device, *cases],
-        env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
-
-
 def test_by_kernels_blocks_are_steps_in_the_interpreter():
-    assert run("cpu", "blocks", TRITON_INTERPRET="1").endswith("ok\n")
+    assert run("glm53_step_cases.py", "cpu", "blocks", where=HERE, TRITON_INTERPRET="1").endswith("ok\n")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["steps", "blocks", "company", "waiting", "captured"])
 def test_on_a_gpu_they_are_the_cpu_s_captured_or_not(case):
-    assert run("cuda", case).endswith("ok\n")
+    assert run("glm53_step_cases.py", "cuda", case, where=HERE).endswith("ok\n")

@@ -22,6 +22,7 @@ from kernels.linear import Fp8Matrix
 from kernels.rows import ROWS
 from tided.cache.context import Context, Remainder
 from tided.experts.tables import Together
+from tided.models.copies import Copies
 from tided.models.deepseek_v41.engram_rows import Asked
 from tided.models.deepseek_v41.step import Pass, Span
 
@@ -70,22 +71,6 @@ class Captured:
 
     pieces: list[tuple[Any, int | None]]
     logits: Tensor
-
-
-class Copies:
-    """Until when a step's memory on the host is read by copies to the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._behind = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def made(self) -> None:
-        if self._behind is not None:
-            self._behind.record()
-
-    def wait(self) -> None:
-        """Those of the step before are long done."""
-        if self._behind is not None:
-            self._behind.synchronize()
 
 
 @dataclass

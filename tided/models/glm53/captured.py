@@ -21,6 +21,7 @@ from kernels.rows import ROWS
 from tided.cache.context import After, Context
 from tided.cache.pool import PAGE_TOKENS
 from tided.experts.tables import Together
+from tided.models.copies import Copies
 from tided.models.glm53.decode import FIELDS, FIRST_ROW, LANE, POSITION, TOKEN, DecodeStep, Inputs, Wishes
 from tided.models.glm53.step import Pass
 
@@ -35,22 +36,6 @@ class Captured:
     graph: Any
     logits: Tensor
     states: Tensor
-
-
-class Copies:
-    """Until when a step's memory on the host is read by copies to the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._behind = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def made(self) -> None:
-        if self._behind is not None:
-            self._behind.record()
-
-    def wait(self) -> None:
-        """Those of the step before are long done."""
-        if self._behind is not None:
-            self._behind.synchronize()
 
 
 @dataclass
