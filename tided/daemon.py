@@ -25,7 +25,7 @@ from tided.control.keys import Keys, credential, load_keys
 from tided.control.notify import Notifier
 from tided.control.state import Claim, StateFile
 from tided.control.wire import all_local
-from tided.errors import ConfigError, PermissionError_, TideError, UsageError
+from tided.errors import ConfigError, PermissionError_, TideError, UsageError, told
 from tided.life import Daemon
 from tided.profile import load, load_for_start
 from tided.profile.instances import SITE_DIR, parse, profile_of, rank_here
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(state, error)
     except Exception as error:
         log.exception("the start failed")
-        return _refused(state, TideError(f"the start failed: {str(error) or type(error).__name__}", hint=TRACE))
+        return _refused(state, TideError(f"the start failed: {told(error)}", hint=TRACE))
     # Read when the arithmetic libraries are loaded, which is after this line.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.engine.threads)
     make_room(settings.server.max_connections)

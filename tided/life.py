@@ -150,7 +150,9 @@ class Daemon:
         try:
             from tided.boot import LoopSide, run_rank
         except ImportError as error:
-            return self.ended(UnavailableError(f"a library cannot be loaded: {error}", hint="install TideLM again"))
+            log.exception("a library cannot be loaded")
+            which = error.name or told(error)  # its own words hold paths
+            return self.ended(UnavailableError(f"a library cannot be loaded: {which}", hint="install TideLM again"))
         loop_side: LoopSide = self
         return run_rank(self._settings, self._rank, self._keys, self._state.path.parent, loop_side)
 

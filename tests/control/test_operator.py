@@ -1,6 +1,7 @@
 """The operator's socket: one line in, one line out, in a directory that is nobody else's."""
 
 import asyncio
+import errno
 import socket
 import stat
 
@@ -53,14 +54,24 @@ async def test_a_refusal_is_told_in_its_own_words(tmp_path):
     await server.close()
 
 
-async def test_a_mistake_of_ours_is_told_and_the_socket_lives(tmp_path):
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        (KeyError("/secret/x"), "the question failed: KeyError"),
+        (ValueError("/secret/x"), "the question failed: ValueError"),
+        (OSError(errno.EIO, "an error", "/secret/x"), "the question failed: OSError: an error"),
+        (TimeoutError("/secret/x"), "the answer took too long"),
+    ],
+)
+async def test_a_mistake_of_ours_is_told_by_its_kind_and_the_socket_lives(tmp_path, raised, words):
     async def handler(question):
-        raise KeyError("x")
+        raise raised
 
     server = await served(tmp_path, handler)
     for _ in range(2):
-        with pytest.raises(TideError, match="the question failed"):
+        with pytest.raises(TideError, match=words) as refused:
             await asked(tmp_path, AskBudget())
+        assert "/secret" not in str(refused.value)
     await server.close()
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 from msgspec.structs import replace
@@ -109,6 +110,16 @@ async def test_a_lost_peer_ends_a_rank_whose_engine_hangs(make_daemon):
     assert "silent" in str(await asyncio.wait_for(rank.run(), 10))
     assert rank.engine_is_alive  # the process must not wait for it
     release.set()
+
+
+async def test_a_library_that_is_not_there_is_told_by_its_name(make_daemon, monkeypatch, caplog):
+    rank, broken = make_daemon(lambda side: None), types.ModuleType("tided.boot")
+    broken.__file__ = "/secret/boot.py"
+    monkeypatch.setitem(sys.modules, "tided.boot", broken)
+    error = await asyncio.wait_for(rank.run(), 10)
+    assert "a library cannot be loaded: tided.boot" in str(error)
+    assert "/secret" not in str(error)
+    assert "/secret/boot.py" in caplog.text
 
 
 async def test_the_service_manager_is_told(make_daemon, tmp_path):

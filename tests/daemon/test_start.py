@@ -55,7 +55,9 @@ def test_a_number_without_end(profile, tmp_path):
     assert read_rank(tmp_path / "state", 0).exit_code == 78
 
 
-BROKEN = "import sys; from tided import daemon; daemon.load_for_start = lambda _: 1 // 0; sys.exit(daemon.main())"
+BROKEN = (
+    "import sys; from tided import daemon; daemon.load_for_start = lambda _: open('/secret/x'); sys.exit(daemon.main())"
+)
 
 
 def test_a_mistake_of_ours_before_anything_runs_reaches_the_state_file(tmp_path):
@@ -63,9 +65,11 @@ def test_a_mistake_of_ours_before_anything_runs_reaches_the_state_file(tmp_path)
     done = subprocess.run([sys.executable, "-c", BROKEN, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
+    assert "/secret/x" in done.stderr
     state = read_rank(tmp_path / "state", 0)
     assert (state.phase, state.exit_code) == ("failed", 1)
-    assert "by zero" in state.message
+    assert "FileNotFoundError: No such file or directory" in state.message
+    assert "/secret" not in state.message  # by `tidectl status` and the service manager others read it
 
 
 def test_a_missing_checkpoint(profile, checkpoint, tmp_path):

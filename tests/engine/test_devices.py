@@ -1,5 +1,7 @@
 """Every rank gets a device of its own, and memory that is not there is told before and when it is asked for."""
 
+import errno
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -303,6 +305,13 @@ def test_an_allocation_that_fails_is_told_with_bytes_and_settings(model, words):
     opened = model()
     with pytest.raises(UnavailableError, match=words), allocating(opened, 0):
         build_rank(opened, Alone(), first_pairs(opened), lambda *_: None)
+
+
+def test_an_allocation_that_fails_is_told_by_its_kind(caplog):
+    with pytest.raises(UnavailableError, match="OSError: no memory") as told, allocating(with_settings(), 0):
+        raise OSError(errno.ENOMEM, "no memory", "/secret/x")
+    assert "/secret" not in str(told.value)
+    assert "/secret/x" in caplog.text
 
 
 def test_other_errors_pass():

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tided.errors import NotRunningError, TideError, UnavailableError
+from tided.errors import NotRunningError, TideError, UnavailableError, UsageError, told
 
 log = logging.getLogger("daemon")
 
@@ -71,22 +71,29 @@ class OperatorSocket:
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> None:
     reply: msgspec.Struct
     try:
-        async with asyncio.timeout(LINE_S):
-            line = await reader.readline()
-        reply = await handler(_DECODER.decode(line))
+        reply = await handler(await _question(reader))
     except TideError as error:
         reply = Refused(error.what, error.hint)
-    except (msgspec.DecodeError, ValueError) as error:
-        reply = Refused(f"this is no question that an operator has: {error}")
-    except (OSError, TimeoutError):
-        reply = Refused("no line came, or its answer took too long")
+    except TimeoutError:
+        reply = Refused("the answer took too long")
     except Exception as error:
         log.exception("an operator's question failed")
-        reply = Refused(f"the question failed: {str(error) or type(error).__name__}", hint="the log has the trace")
+        reply = Refused(f"the question failed: {told(error)}", hint="the log has the trace")
     with suppress(OSError):
         writer.write(msgspec.json.encode(reply) + b"\n")
         await writer.drain()
     writer.close()
+
+
+async def _question(reader: asyncio.StreamReader) -> AskBudget:
+    """Raises UsageError for what is none, UnavailableError where no line came."""
+    try:
+        async with asyncio.timeout(LINE_S):
+            return _DECODER.decode(await reader.readline())
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise UsageError(f"this is no question that an operator has: {error}") from error
+    except (OSError, TimeoutError) as error:
+        raise UnavailableError("no line came") from error
 
 
 def ask(directory: Path, question: AskBudget) -> dict[str, Any]:

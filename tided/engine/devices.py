@@ -1,6 +1,7 @@
 """Where a rank computes, and whether its memory suffices: both are judged before the ranks meet."""
 
 import errno
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,13 @@ from tided.engine.memory import (
     passing_bytes,
     sharing,
 )
-from tided.errors import UnavailableError
+from tided.errors import UnavailableError, told
 from tided.settings import Parallel, Settings
 
 if TYPE_CHECKING:
     from tided.engine.build import OpenedModel
+
+log = logging.getLogger("tided.devices")
 
 MEMINFO = Path("/proc/meminfo")
 SHOWN_SHARE = 0.01  # of all that is needed: less is not worth its place in a line
@@ -119,9 +122,9 @@ def allocating(opened: "OpenedModel", rank: int) -> Iterator[None]:
     except Exception as error:
         if not is_shortage(error):
             raise
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        log.warning("an allocation failed", exc_info=error)
         raise UnavailableError(
-            f"there is not enough memory: {_listed(opened, rank)}; {said}",
+            f"there is not enough memory: {_listed(opened, rank)}; {told(error)}",
             hint="lower experts.resident, or cache.pool_tokens; `tidectl plan` shows what fits",
         ) from error
 
