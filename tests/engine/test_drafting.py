@@ -138,3 +138,47 @@ def test_a_drafter_s_logits_that_are_no_numbers_stop_the_pair():
     choose(1, torch.zeros(2, 5))
     with pytest.raises(PairError, match="no numbers"):
         choose.check()
+
+
+KINDS = [
+    [Sampling(temperature=0.0, seed=3), Sampling(temperature=0.0, seed=4)],
+    [Sampling(seed=2**63 + 5), Sampling(seed=4, temperature=0.6, min_p=0.05)],
+    [Sampling(temperature=0.0), Sampling(seed=4, temperature=1.3)],
+    [Sampling(seed=3, top_p=0.7, temperature=0.8), Sampling(seed=4, top_k=7)],
+    [Sampling(seed=3, top_p=0.5, top_k=9, min_p=0.02), Sampling(temperature=0.0, top_p=0.5)],
+]
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)))
+def test_the_law_of_a_graph_draws_what_the_chooser_draws(number):
+    draw, samplings = torch.Generator().manual_seed(2), KINDS[number]
+    for turn in range(40):
+        choose, logits = Chooser(samplings, [20 + turn, 2**40 + turn]), 3 * torch.randn(4, 2, 300, generator=draw)
+        law = choose.law(4)
+        for place, each in enumerate(logits):
+            assert torch.equal(law.drawn(each, law.told[place]), choose(place, each)), (turn, place)
+
+
+def test_a_law_draws_every_lane_by_its_own_numbers():
+    """Of flat logits: none of the numbers is read in another's place."""
+    flat, lanes = torch.zeros(2, 5000), [Sampling(seed=3), Sampling(seed=4)]
+    law = Chooser(lanes, [20, 50]).law(3)
+    drawn = torch.stack([law.drawn(flat, law.told[place]) for place in range(3)])
+    assert len(set(drawn.flatten().tolist())) == 6
+    assert law.name == "raced"
+    assert Chooser([*lanes[:1], Sampling(top_k=4)], [1, 2]).law(1).name == "ranked"
+    assert Chooser([Sampling(temperature=0.0, top_p=0.5)], [1]).law(1).name == "likeliest"
+
+
+@pytest.mark.parametrize("samplings", [KINDS[0], KINDS[1], KINDS[4]])
+def test_what_a_law_drew_of_no_numbers_stops_the_pair(samplings):
+    choose, logits = Chooser(samplings, [1, 9]), torch.zeros(2, 500)
+    law = choose.law(1)
+    choose.took(law.drawn(logits, law.told[0]).unsqueeze(0))
+    choose.check()
+    logits[1, 2] = torch.nan
+    drawn = law.drawn(logits, law.told[0])
+    assert drawn[1] == -1 < drawn[0]
+    choose.took(drawn.unsqueeze(0))
+    with pytest.raises(PairError, match="no numbers"):
+        choose.check()

@@ -46,7 +46,8 @@ def test_it_computes_every_number_of_rows_and_nothing_of_it_is_left(monkeypatch)
     monkeypatch.undo()
     assert [given[2] for given in decoded] == [[count] for count in range(1, 7)]  # two lanes, two drafts each
     assert [len(given[1]) for given in prefilled] == [37, 16]
-    assert len(proposed) == 1
+    assert [len(given[0]) for given in proposed] == [1, 1, 1, 2, 2, 2]  # of one lane and two, by three laws
+    assert [given[2].law(1).name for given in proposed[:3]] == ["likeliest", "raced", "ranked"]
     assert told[0] == ("warming up", 0, 6)
     assert told[-1] == ("warming up", 6, 6)
     tap = rank.bank.tap

@@ -13,9 +13,11 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from tided.engine.draft_law import law_of
 from tided.engine.sampling import drawn_there, no_numbers, sample
 from tided.engine.types import Request, Sampling
 from tided.errors import PairError
+from tided.models.proposals import Law
 
 
 def block(token: int, drafts: Sequence[int], count: int) -> list[int]:
@@ -34,8 +36,8 @@ def accepted(logits: Tensor, drafts: Sequence[int], request: Request, first: int
 
 
 class Chooser:
-    """Draws the drafts of some lanes without looking at the device: place follows place while it computes. `firsts`:
-    the position of each lane's first draft."""
+    """Draws the drafts of some lanes without looking at the device: place follows place while it computes. Or says how
+    they are drawn, to who draws them inside a graph. `firsts`: the position of each lane's first draft."""
 
     def __init__(self, samplings: Sequence[Sampling], firsts: Sequence[int]) -> None:
         self._lanes = list(zip(samplings, firsts, strict=True))
@@ -46,6 +48,12 @@ class Chooser:
         drawn = drawn_there(logits, [(sampling, first + place) for sampling, first in self._lanes])
         self._drawn.append(drawn)
         return drawn.clamp_min(0)
+
+    def law(self, places: int) -> Law:
+        return law_of(self._lanes, places)
+
+    def took(self, drawn: Tensor) -> None:
+        self._drawn.extend(drawn)
 
     def check(self) -> None:
         """Looks, once for all places. Raises PairError where logits were no numbers."""

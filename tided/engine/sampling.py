@@ -142,7 +142,17 @@ def draw(row: Tensor, sampling: Sampling, bits: int) -> int:
 
 def clocks(bits: int, ids: Tensor) -> Tensor:
     """ids [n] int64 -> [n] float64: the exponential of each token, from the noise of a position and its id alone."""
-    word = (ids + 1).mul_(_GOLDEN).add_(bits - (1 << 64) if bits >> 63 else bits)  # wraps, as SplitMix64 does
+    return rung(signed(bits), ids)
+
+
+def signed(bits: int) -> int:
+    """64 bits as int64 holds them."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def rung(bits: Tensor | int, ids: Tensor) -> Tensor:
+    """`clocks` of one position, or of bits [R, 1] int64 -> [R, n]."""
+    word = (ids + 1).mul_(_GOLDEN) + bits  # wraps, as SplitMix64 does
     for shift, factor in _MIX:
         word.bitwise_xor_(_shifted(word, shift)).mul_(factor)
     word.bitwise_xor_(_shifted(word, _LAST_SHIFT))
@@ -182,6 +192,6 @@ def _units(weights: Tensor, vocab: int) -> Tensor:
     return (weights * 2.0 ** (62 - vocab.bit_length())).to(torch.int64)
 
 
-def _share(total: Tensor, top_p: float) -> Tensor:
+def _share(total: Tensor, top_p: float | Tensor) -> Tensor:
     """total [] int64 -> [] int64: the least count of units that is `top_p` of it."""
     return torch.minimum((total.to(torch.float64) * top_p).ceil().to(torch.int64), total)

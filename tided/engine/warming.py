@@ -13,7 +13,7 @@ from tided.engine.drafting import Chooser
 from tided.engine.sampling import sample
 from tided.engine.types import Sampling
 from tided.experts.tables import DemandTap
-from tided.models.base import Model
+from tided.models.base import LaneState, Model
 from tided.settings import Settings
 
 SHORT_TOKENS = (
@@ -40,12 +40,19 @@ def warm_up(model: Model, tap: DemandTap, settings: Settings, told: Told) -> Non
             sample(logits, [(Sampling(temperature=0.0), lane.position)] * count)
             sample(logits[:1], [(Sampling(), lane.position)])
         if settings.engine.draft != "off" and model.draft_tokens:
-            choose = Chooser([Sampling()], [lane.position + 1])
-            model.propose([lane], torch.tensor([TOKEN], device=device), choose)
+            for count in range(1, settings.engine.lanes + 1):  # a proposal changes nothing: any lane stands for others
+                _propose(model, lane, count, device)
         told("warming up", len(rows), len(rows))
     finally:
         model.close_lane(lane)
         tap.enabled = True
+
+
+def _propose(model: Model, lane: LaneState, count: int, device: torch.device) -> None:
+    """Of so many lanes, by each law that their drafts are drawn by."""
+    anchors = torch.full((count,), TOKEN, device=device)
+    for sampling in (Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.9)):
+        model.propose([lane] * count, anchors, Chooser([sampling] * count, [lane.position + 1] * count))
 
 
 def row_counts(settings: Settings, draft_tokens: int) -> range:

@@ -11,7 +11,7 @@ a context keeps them too.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from kernels.linear import Fp8Matrix, Matrix, fp8_linear
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
 from kernels.record import ExpertRecord
-from kernels.rows import matmul, together
+from kernels.rows import ROWS, matmul, together
 from packers.shards import Checkpoint
 from tided.cache.context import Context
 from tided.cache.pool import Pool
@@ -37,6 +37,7 @@ from tided.models.deepseek_v41.step import Pass, Rotations, Span
 from tided.models.deepseek_v41.weights import Weights
 from tided.models.own_experts import resident_bank
 from tided.models.parallel import Group
+from tided.models.proposals import Proposals
 
 # Bytes of an element in memory, as `Weights` keeps them: of what is not named 4.
 HELD = {"F8_E8M0": 0}
@@ -75,6 +76,7 @@ class Drafter:
     rotations: Rotations
     group: Group
     numerics: Numerics
+    proposals: Proposals = field(default_factory=Proposals)  # of fixed shape, where kernels serve the device
 
     @torch.inference_mode()
     def watch(self, step: Pass, taps: Sequence[Tensor]) -> None:
@@ -91,6 +93,10 @@ class Drafter:
     @torch.inference_mode()
     def propose(self, lanes: list[Context], anchors: Tensor, choose: Choose) -> Draft:
         """anchors [R] int64: the token of each lane that comes after its context."""
+        if self._serves(len(lanes)):
+            from tided.models.deepseek_v41.draft_step import DraftStep  # a compiler, which a CPU need not have
+
+            return self.proposals.run(lanes, anchors, choose, self.size, lambda: DraftStep(self, len(lanes)))
         block = torch.full((len(lanes), self.size), self.noise_id, dtype=torch.int64, device=anchors.device)
         block[:, 0] = anchors
         step = self.rotations.begin(lanes, self.size)
@@ -99,6 +105,12 @@ class Drafter:
         with together():
             hidden = (self._by_kernels if by_kernels else self._hidden)(step, streams)
             return self._chosen(hidden.view(len(lanes), self.size, -1), anchors, choose)
+
+    def _serves(self, lanes: int) -> bool:
+        """Whether the kernels of decode steps take so many blocks at once, these weights, and a window of this size."""
+        one = self.blocks[0]
+        known = one.hc_attn.streams & (one.hc_attn.streams - 1) == 0 and one.attention.window % 32 == 0
+        return known and lanes * self.size <= ROWS and isinstance(self.main_proj, Fp8Matrix)
 
     def _hidden(self, step: Pass, streams: Tensor) -> Tensor:
         """streams [T, S, D] -> [T, D] before the norm."""

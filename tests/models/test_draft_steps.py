@@ -1,0 +1,18 @@
+"""Proposals of fixed shape, captured and not: in Triton's interpreter on a CPU, and on a GPU where there is one."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.cases import run
+
+HERE = Path(__file__).parent
+
+
+def test_in_the_interpreter_a_block_is_the_cpu_s():
+    assert run("draft_cases.py", "cpu", "block", where=HERE, TRITON_INTERPRET="1").endswith("ok\n")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_they_are_the_cpu_s_captured_or_not():
+    assert run("draft_cases.py", "cuda", where=HERE).endswith("ok\n")

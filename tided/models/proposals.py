@@ -1,0 +1,146 @@
+"""Proposals of a drafter as CUDA graphs: for each number of lanes and each way to choose, one graph of a whole block,
+or one a place where tokens are made one by one.
+
+A `Proposal` has a fixed shape: what changes is told to memory of fixed address, and the host reads nothing. The first
+of a kind runs eagerly and compiles what it needs; then the same code is captured, which runs nothing. A choice can be
+part of a graph where it says how (`Lawful`); any other is made by the eager form."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from tided.cache.context import Context
+from tided.models.base import Choose, Draft
+from tided.models.copies import Copies
+
+
+@dataclass(frozen=True)
+class Law:
+    """How tokens follow from logits. `name` tells laws apart; `told` [places, lanes, n], on the CPU, is what changes
+    from one proposal to the next; `drawn` maps logits [R, V] and one place's told [R, n] to ids [R] int64, -1 for
+    logits that are no numbers, without looking at the device."""
+
+    name: str
+    told: Tensor
+    drawn: Callable[[Tensor, Tensor], Tensor]
+
+
+@runtime_checkable
+class Lawful(Protocol):
+    """A choice that a graph can make."""
+
+    def law(self, places: int) -> Law: ...
+
+    def took(self, drawn: Tensor) -> None:
+        """drawn [places, R]: what the law gave, in the choice's stead. The next proposal writes over it."""
+        ...
+
+
+class Proposal(Protocol):
+    """Of R lanes. Its memory: drawn [K, R] int64, logits [K, R, V] and confidence [K, R] fp32."""
+
+    one_by_one: bool  # whether a place's graph is worth its own launch, because fewer may be wanted
+    drawn: Tensor
+    logits: Tensor
+    confidence: Tensor
+
+    def tell(self, lanes: Sequence[Context], anchors: Tensor) -> None:
+        """Copies to the device, without waiting, what this proposal is of."""
+        ...
+
+    def offer(self, place: int) -> None:
+        """Computes logits[place]. Places come in order, each behind the choice of the one before."""
+        ...
+
+    def settle(self, place: int) -> None:
+        """Behind the choice: drawn[place] -> confidence[place]."""
+        ...
+
+
+@dataclass
+class Lawed:
+    """A law's numbers of a proposal, on the host and the device, and the graphs that read them."""
+
+    host: Tensor
+    told: Tensor
+    graphs: list[Any] | None = None
+
+
+@dataclass
+class Prepared:
+    proposal: Proposal
+    copies: Copies
+    laws: dict[str, Lawed] = field(default_factory=dict)
+
+
+class Proposals:
+    """Of one drafter. Used by the engine's thread alone."""
+
+    def __init__(self) -> None:
+        self.captures = True  # False: every proposal runs eagerly
+        self._prepared: dict[int, Prepared] = {}  # by lanes
+        self._memory: Any = None  # of all graphs: they run one after another
+
+    @torch.inference_mode()
+    def run(
+        self, lanes: Sequence[Context], anchors: Tensor, choose: Choose, places: int, make: Callable[[], Proposal]
+    ) -> Draft:
+        """anchors [R] int64; `make` a proposal of so many lanes, where there is none yet -> `places` tokens."""
+        made = self._prepared.get(len(lanes))
+        if made is None:
+            proposal = make()
+            made = self._prepared[len(lanes)] = Prepared(proposal, Copies(proposal.drawn.device))
+        one = made.proposal
+        made.copies.wait()
+        one.tell(lanes, anchors)
+        if isinstance(choose, Lawful):
+            self._by_law(made, choose.law(len(one.drawn)), places)
+            choose.took(one.drawn[:places])
+        else:
+            made.copies.made()
+            for place in range(places):
+                one.offer(place)
+                one.drawn[place].copy_(choose(place, one.logits[place]))
+                one.settle(place)
+        ids, logits = one.drawn[:places].clamp_min(0), one.logits[:places].clone()
+        return Draft(ids.t(), logits.transpose(0, 1), one.confidence[:places].clone().t())
+
+    def _by_law(self, made: Prepared, law: Law, places: int) -> None:
+        one, kept = made.proposal, made.laws.get(law.name)
+        if kept is None:
+            device = one.drawn.device
+            host = torch.zeros(law.told.shape, dtype=law.told.dtype, pin_memory=device.type == "cuda")
+            kept = made.laws[law.name] = Lawed(host, torch.zeros_like(host, device=device))
+        kept.host.copy_(law.told)
+        kept.told.copy_(kept.host, non_blocking=True)
+        made.copies.made()
+        if kept.graphs is not None:
+            for graph in kept.graphs[: places if one.one_by_one else 1]:
+                graph.replay()
+            return
+        for place in range(places):
+            _made(one, law, kept.told, place)
+        if self.captures and one.drawn.is_cuda:
+            kept.graphs = self._captured(one, law, kept.told)
+
+    def _captured(self, one: Proposal, law: Law, told: Tensor) -> list[Any]:
+        """Nothing runs. Threads that read experts go on using their own streams meanwhile."""
+        every = range(len(one.drawn))
+        graphs = []
+        for group in [[place] for place in every] if one.one_by_one else [every]:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                for place in group:
+                    _made(one, law, told, place)
+            self._memory = self._memory or graph.pool()
+            graphs.append(graph)
+        return graphs
+
+
+def _made(one: Proposal, law: Law, told: Tensor, place: int) -> None:
+    one.offer(place)
+    one.drawn[place].copy_(law.drawn(one.logits[place], told[place]))
+    one.settle(place)
