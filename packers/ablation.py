@@ -1,6 +1,5 @@
 """Directions that are projected out of a residual stream at run time, as a file: docs/formats/ablation.md."""
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 from packers.headers import TensorInfo, shown
 from packers.overlay import Overlay
 from tided.errors import TensorError
+from tided.files import whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,15 +46,8 @@ def write(path: Path, edits: Iterable[tuple[int, "np.typing.NDArray[np.float64]"
     for layer, direction, alphas in edits:
         tensors[f"layers.{layer}.direction"] = direction.astype(np.float32)
         tensors |= {f"layers.{layer}.{point}": np.array([alpha], np.float32) for point, alpha in alphas.items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(save(tensors))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole(path) as file:
+        file.write(save(tensors))
 
 
 def _check(info: TensorInfo, shape: tuple[int, ...], overlay: Overlay) -> None:

@@ -13,6 +13,7 @@ from packers.generated import Bytes
 from packers.headers import DTYPE_BYTES, LENGTH_BYTES, TensorInfo
 from packers.shards import TensorSpec
 from tided.errors import UnavailableError
+from tided.files import whole
 
 PIECE_BYTES = 32 << 20
 Fill = Callable[[TensorInfo, int, Bytes], None]  # (tensor, first byte, room) -> the room holds those bytes
@@ -62,12 +63,8 @@ def write_shard(path: Path, head: bytes, tensors: list[TensorInfo], fill: Fill |
 
 def write_file(path: Path, data: bytes) -> None:
     """A small file, whole or not there."""
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("wb") as file:
+    with whole(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
     sync_directory(path.parent)
 
 

@@ -18,6 +18,7 @@ from tidectl.output import emit, say
 from tidectl.waiting import Item, Show, waiting
 from tidectl.writable import refuse_unwritable
 from tided.errors import DataError, UnavailableError, UsageError
+from tided.files import whole
 
 RANGE = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?")
 RESULT = "kept.json"
@@ -110,12 +111,8 @@ def _kept(folder: Path, base: str, edited: str) -> Kept:
 
 
 def _keep(folder: Path, kept: Kept) -> None:
-    temporary = folder / f"{RESULT}.new"
-    with temporary.open("wb") as file:
+    with whole(folder / RESULT) as file:
         file.write(msgspec.json.encode(kept))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / RESULT)
 
 
 def _report(out: Path, found: list[Found], fetched_bytes: int, as_json: bool) -> None:

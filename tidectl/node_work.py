@@ -41,8 +41,8 @@ from tidectl.processes import POLL_S
 from tidectl.room import room_of
 from tidectl.sent import adapted
 from tided import guard
-from tided.control.files import write_private
 from tided.errors import ConfigError, NotRunningError, UnavailableError
+from tided.files import write_private
 from tided.profile import load_for_start
 from tided.profile.instances import is_own_address
 

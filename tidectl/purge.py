@@ -16,6 +16,7 @@ from tidectl import record, runner
 from tidectl.output import emit, say
 from tidectl.state import as_owner, state_dir
 from tided.errors import DataError, PermissionError_, UsageError
+from tided.files import sweep
 
 ROOMS = {"cache": "kept prompts and parked contexts", "logs": "logs", "history": "histories"}
 FLIGHTS = "flight-*.jsonl"
@@ -42,6 +43,7 @@ def run(history: bool, yes: bool, as_json: bool) -> None:
             _confirm(directory)
         for one in found:
             _remove(one.paths)
+        sweep(directory)
     if as_json:
         removed = {one.name: {"files": one.files, "bytes": one.nbytes} for one in found}
         emit("purge/1", {"state_dir": str(directory), "removed": removed, "other_nodes": others})

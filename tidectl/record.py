@@ -8,7 +8,7 @@ import msgspec
 
 from tidectl.nodes import Node
 from tidectl.supervisor import read_file
-from tided.control.files import write_private
+from tided.files import write_private
 
 FILE = "nodes.json"
 

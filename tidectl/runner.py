@@ -10,8 +10,8 @@ from tidectl import logs, supervisor, units
 from tidectl.journal import Journal
 from tidectl.sent import text_of
 from tidectl.supervisor import Status
-from tided.control.files import write_private
 from tided.control.state import Claim, lock_file
+from tided.files import write_private
 from tided.profile import load
 from tided.profile.instances import SITE_DIR
 from tided.settings import MOST_RANKS

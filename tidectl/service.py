@@ -10,6 +10,7 @@ from tidectl import units
 from tidectl.output import emit, say
 from tidectl.service_files import File, enabled, files, is_ours, read
 from tided.errors import PermissionError_, TideError, UsageError
+from tided.files import whole
 
 COMMAND_S = 60.0
 HIDDEN = {
@@ -168,16 +169,9 @@ def _write(file: File) -> None:
     file.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     if file.state == "changed":
         file.path.replace(_saved(file.path))
-    temporary = file.path.with_name(f".{file.path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("x", encoding="utf-8") as out:
-            os.fchmod(out.fileno(), 0o644)
-            out.write(file.text)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file.path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole(file.path) as out:
+        os.fchmod(out.fileno(), 0o644)
+        out.write(file.text.encode())
 
 
 def _remove(path: Path) -> None:

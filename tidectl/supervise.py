@@ -19,9 +19,9 @@ from tidectl.logs import log_path, run_mark
 from tidectl.nodes import local_ranks
 from tidectl.processes import Identity, identify
 from tidectl.supervisor import SIGNAL_CODES, Child, Ended, EndedRank, Run, how_ended
-from tided.control.files import write_private
 from tided.control.state import read_rank
 from tided.errors import PairError, TideError
+from tided.files import write_private
 from tided.profile import load
 from tided.settings import Settings
 

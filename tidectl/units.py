@@ -16,9 +16,9 @@ from tidectl import state
 from tidectl.processes import KILL_WAIT_S, POLL_S, identify
 from tidectl.sent import SENT
 from tidectl.supervisor import SIGNAL_CODES, Child, Ended, EndedRank, Run, Status
-from tided.control.files import write_private
 from tided.control.state import LAST_PHASES, RankState, rank_file, read_rank
 from tided.errors import ConfigError, NotRunningError, TideError, UnavailableError, UsageError
+from tided.files import write_private
 from tided.profile import load
 from tided.profile.instances import BUNDLED_DIR, SITE_DIR, parse, profile_of, rank_here, unit_name
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tided.errors import PermissionError_, UnavailableError, UsageError
+from tided.files import temporary_of
 
 
 def refuse_unwritable(file: Path, option: str) -> None:
@@ -12,13 +13,9 @@ def refuse_unwritable(file: Path, option: str) -> None:
     hint = f"{option} FILE in a directory that is there, and yours"
     if os.path.isdir(file):  # noqa: PTH112  Path's raises, for a name that is too long
         raise UsageError("is a directory", where=str(file), hint=f"{option} names a file in it")
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")  # as long as the longest that is used
+    temporary = temporary_of(file)
     try:
         temporary.open("xb").close()
-    except FileExistsError as error:
-        raise UnavailableError(
-            "is in the way", where=str(temporary), hint="remove it, or choose another name"
-        ) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(f"{file.parent} is no directory", where=str(file), hint=hint) from error
     except PermissionError as error:

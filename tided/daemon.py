@@ -26,6 +26,7 @@ from tided.control.notify import Notifier
 from tided.control.state import Claim, StateFile
 from tided.control.wire import all_local
 from tided.errors import ConfigError, PermissionError_, TideError, UsageError, told
+from tided.files import sweep
 from tided.life import Daemon
 from tided.profile import load, load_for_start
 from tided.profile.instances import SITE_DIR, parse, profile_of, rank_here
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         state_dir = _state_dir(options.state_dir)
         profile, rank = _who(options)
         claim = Claim(state_dir, rank, str(profile))
+        sweep(state_dir)
         state = StateFile(state_dir, rank)
         settings = _checked(profile, rank)
         keys = _keys(settings, rank, state_dir)

@@ -7,7 +7,8 @@ from threading import Barrier
 
 import pytest
 
-from tided.control import files, keys
+from tided import files
+from tided.control import keys
 from tided.control.keys import load_keys
 from tided.control.state import StateFile, read_rank
 from tided.errors import DataError, PermissionError_, UnavailableError

@@ -10,6 +10,7 @@ import pytest
 from tests.daemon.helpers import write_profile
 from tests.daemon.tiny import profile_text
 from tided.control.state import read_rank
+from tided.files import temporary_of
 
 
 def tided(profile, rank, state_dir, *, fails_within_s=60):
@@ -40,12 +41,16 @@ def edited(profile, old, new):
 
 
 def test_a_wrong_profile(profile, tmp_path):
+    (tmp_path / "state").mkdir()
+    left = temporary_of(tmp_path / "state" / "rank-0.json")  # by a rank that was killed
+    left.touch()
     code, words = tided(edited(profile, "resident = 52", 'resident = "many"'), 0, tmp_path / "state")
     assert code == 78
     assert "profile.toml:" in words
     state = read_rank(tmp_path / "state", 0)
     assert (state.phase, state.exit_code) == ("failed", 78)
     assert "resident" in state.message
+    assert not left.exists()
 
 
 def test_a_number_without_end(profile, tmp_path):

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from tided.control.files import write_private
+from tided.files import write_private
 
 Stage = Literal["boot", "prefill", "decode", "swap", "snapshot", "shutdown"]
 STAGES: tuple[Stage, ...] = ("boot", "prefill", "decode", "swap", "snapshot", "shutdown")

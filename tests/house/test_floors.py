@@ -9,12 +9,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("kernels", "packers", "tided", "tidectl")
 
-# Each room and the rooms it may import. `tided.errors`, `tided.settings` and `tided.engine.types` are for all.
-COMMON = {"tided.errors", "tided.settings", "tided.engine.types"}
+# Each room and the rooms it may import. What COMMON names is for all.
+COMMON = {"tided.errors", "tided.files", "tided.settings", "tided.engine.types"}
 FLOORS: dict[str, set[str]] = {
     "kernels": set(),
     "packers": {"kernels"},
     "tided.errors": set(),
+    "tided.files": set(),
     "tided.settings": set(),
     "tided.engine.types": set(),
     "tided.profile": set(),
@@ -47,7 +48,6 @@ FLOORS: dict[str, set[str]] = {
         "tided.profile",
         "tided.guard",
         "tided.control.state",
-        "tided.control.files",
         "tided.control.keys",
         "tided.control.operator",
         "tided.engine.offline",

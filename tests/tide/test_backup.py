@@ -108,9 +108,14 @@ def test_a_backup_that_fails_costs_no_vote_and_is_said_once(tmp_path, day, monke
 
 def test_a_half_written_backup_of_a_crash_is_no_backup_and_is_no_hindrance(tmp_path, day):
     kept = recorded(tmp_path, 2)
-    half = kept.path.with_name(f"{kept.path.name}.backup-20260101.tmp")
-    half.write_bytes(b"SQLite format 3\0 and no more")
+    halves = [
+        kept.path.with_name(f"{kept.path.name}.backup-{day}.tmp{journal}")
+        for day in ("20251231", "20260101")
+        for journal in ("", "-journal")
+    ]
+    for half in halves:
+        half.write_bytes(b"SQLite format 3\0 and no more")
     assert backups_of(kept.path) == []
     recorded(tmp_path)
     assert [path.name[-8:] for path in backups_of(kept.path)] == ["20260101"]
-    assert not half.exists()
+    assert not [half for half in halves if half.exists()]

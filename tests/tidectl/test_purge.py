@@ -45,6 +45,7 @@ def left(state: Path) -> set[str]:
 
 
 def test_what_requests_left_goes_and_what_was_learned_stays(tidectl: Tidectl, used: Path) -> None:
+    (used / ".flight-0.jsonl.0123abcd.tmp").write_bytes(b"of a rank that was killed")
     ran = tidectl("purge", "--yes", "--json")
     assert ran.exit_code == 0, ran.stderr
     assert json.loads(ran.stdout) == {

@@ -3,20 +3,9 @@
 import os
 from pathlib import Path
 
-import pytest
-
 from tidectl.writable import refuse_unwritable
-from tided.control.files import write_private
 from tided.errors import UnavailableError
-
-
-def test_what_it_did_not_make_it_does_not_remove(tmp_path: Path) -> None:
-    there = tmp_path / f".out.json.{os.getpid()}.tmp"
-    there.write_text("somebody's")
-    with pytest.raises(UnavailableError, match="is in the way") as refused:
-        refuse_unwritable(tmp_path / "out.json", "--out")
-    assert refused.value.where == str(there)
-    assert there.read_text() == "somebody's"
+from tided.files import write_private
 
 
 def test_nothing_stays_of_it(tmp_path: Path) -> None:

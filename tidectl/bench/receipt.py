@@ -205,7 +205,7 @@ def part_of(told: dict[str, Any], name: str) -> dict[str, Any]:
 
 def write(path: Path, receipt: Receipt) -> None:
     """Readable by others: a receipt is made to be shown."""
-    from tided.control.files import write_private
+    from tided.files import write_private
 
     write_private(path, msgspec.json.format(msgspec.json.encode(receipt), indent=1) + b"\n")
     path.chmod(0o644)

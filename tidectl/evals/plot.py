@@ -1,11 +1,11 @@
 """Loss against budget: as a picture, and in letters."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tided.errors import UnavailableError
+from tided.files import whole
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -75,17 +75,11 @@ def draw(file: Path, curves: Curves, title: str) -> None:
 
     image = Image.new("RGB", SIZE, PAPER)
     _draw(ImageDraw.Draw(image), curves, title)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        with temporary.open("xb") as out:
+        with whole(file) as out:
             image.save(out, format="PNG")
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
     except OSError as error:
         raise UnavailableError(f"the plot cannot be written ({error.strerror})", where=str(file)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _draw(on: "ImageDraw", curves: Curves, title: str) -> None:

@@ -1,12 +1,12 @@
 """Rows of several starts in one file: a server has one budget at a time, a curve has several."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from tidectl.writable import refuse_unwritable
 from tided.errors import DataError, UnavailableError
+from tided.files import whole
 
 NAMES = ("model", "texts", "top", "reference", "case", "overlay", "share")
 ALIKE = ("model", "texts", "top")
@@ -53,14 +53,8 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> None:
     """Whole, or as it was."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        with temporary.open("x", encoding="utf-8") as out:
-            out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
+        with whole(file) as out:
+            out.writelines(f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in rows)
     except OSError as error:
         raise UnavailableError(f"the points cannot be written ({error.strerror})", where=str(file)) from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -9,8 +9,8 @@ from tidectl import profiles
 from tidectl.output import emit, say
 from tidectl.state import as_owner, state_dir
 from tidectl.tide.model import model_of, read
-from tided.control.files import write_private
 from tided.errors import DataError, UnavailableError, UsageError
+from tided.files import write_private
 from tided.tide.export import Export, added, encoded, export_of, load_export, merged
 from tided.tide.history import History, set_aside
 

@@ -18,8 +18,8 @@ from typing import Literal
 import msgspec
 import zmq
 
-from tided.control.files import write_private
 from tided.errors import DataError, PermissionError_, UnavailableError
+from tided.files import write_private
 
 MAX_FILE_BYTES = 4096
 CREDENTIAL = "curve.key"

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from tided.control.files import write_private
 from tided.errors import UnavailableError
+from tided.files import write_private
 
 log = logging.getLogger("state")
 

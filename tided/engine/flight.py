@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tided.control.files import write_private
 from tided.control.messages import Admission, Change, Decode, Prefill, Step
 from tided.engine.executor import Executor
+from tided.files import write_private
 
 log = logging.getLogger("tided.engine")
 

@@ -24,6 +24,7 @@ from tided.engine.devices import allocating, refuse_shortage, use_device
 from tided.engine.local_ranks import free_port, run_ranks
 from tided.errors import ConfigError, TideError, UsageError
 from tided.experts.arena import Pair
+from tided.files import whole
 from tided.models.base import Model
 from tided.models.families import family_of
 from tided.models.parallel import Alone, Group
@@ -83,15 +84,8 @@ def logits(
 
 def write_logits(path: Path, values: Tensor) -> None:
     """A safetensors file with the key `logits`, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(save({KEY: values}))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole(path) as file:
+        file.write(save({KEY: values}))
 
 
 def settings_of(checkpoint: Path) -> Settings:

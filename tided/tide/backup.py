@@ -26,6 +26,7 @@ def back_up(connection: sqlite3.Connection, history: Path, day: str) -> None:
     """`day`: YYYYMMDD. A backup of that day which exists stays as it is: it is from before today's votes, and today's
     mistake must not replace it. Raises sqlite3.Error or OSError; nothing half-written is left then."""
     target = history.with_name(f"{history.name}.backup-{day}")
+    _remove_halves(history)
     if not target.exists():
         _write(connection, target)
     for old in backups_of(history)[:-KEPT]:
@@ -34,7 +35,6 @@ def back_up(connection: sqlite3.Connection, history: Path, day: str) -> None:
 
 def _write(connection: sqlite3.Connection, target: Path) -> None:
     half = target.with_name(target.name + ".tmp")
-    half.unlink(missing_ok=True)
     try:
         fd = os.open(half, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -52,6 +52,14 @@ def _write(connection: sqlite3.Connection, target: Path) -> None:
             half.unlink(missing_ok=True)
         raise
     _sync_directory(target.parent)
+
+
+def _remove_halves(history: Path) -> None:
+    """Of a daemon that was killed meanwhile, on whatever day; its journal would be taken for one of the next."""
+    pattern = re.compile(re.escape(history.name) + r"\.backup-\d{8}\.tmp(-journal)?")
+    for path in list(history.parent.iterdir()):
+        if pattern.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _sync_directory(directory: Path) -> None:
