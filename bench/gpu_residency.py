@@ -1,23 +1,46 @@
 """Decode steps beside expert reads, and without: a ring that follows every step must not slow it down.
 
-Records of the real size are read from a file in the system's memory by the engine's scheduler, staged in pinned memory
-and copied to the device on streams of their own, as hot reads are (`tided.experts.arena`); what has landed is
-published. A step asks for 64 more, unless so many are on their way still: the link to the device bounds what comes."""
+Steps are the engine's own: messages that `tided.engine.executor` carries out, with the demand added up and the tokens
+drawn; behind each, the reads that have ended are collected as rank 0 does. A step with reads publishes what has
+landed, lets as many of the oldest entries go, and asks for others, by `tided.experts.residents`. Records come from a
+file in the system's memory through the engine's scheduler, are staged in pinned memory and copied to the device beside
+the step.
+
+    under way   records of the real size: 64 are under way at each step's launch. The machine bounds what lands.
+    a step      records of a 64th of it: 64 are asked for in each step, and 64 published: what the interpreter takes.
+
+Steps with and without take turns; between two turns what is under way lands. The ring's slots are its own, not the
+model's: its weights are random, and stay."""
 
 import os
 import statistics
 import tempfile
 import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from bench.gpu_step import prepared
-from tided.experts.arena import Arena
-from tided.experts.io import IoScheduler, Ticket
-from tided.experts.read_queue import Depths, Priority
+from kernels.record import ExpertRecord
+from tided.control.messages import Admission, Change, Decode, Load, Step
+from tided.engine.executor import Executor
+from tided.engine.types import Request, Sampling
+from tided.experts.arena import Arena, Pair
+from tided.experts.io import IoScheduler
+from tided.experts.read_queue import Depths
+from tided.experts.residents import Residents
+from tided.experts.tables import RoutingTables
 from tided.models.deepseek_v41.model import DeepseekV41
 
-READS, TURNS, STEPS = 64, 6, 25
+READS, TURNS, STEPS, READERS = 64, 8, 20, (4, 8)
+RING = 2 * READS  # what is routable, and what is on its way
+SMALL = ExpertRecord(1440, 128, 2)  # 64 of them have the bytes of one of the real size
+LAND_S = 60.0
 
 
 class Records:
@@ -27,7 +50,7 @@ class Records:
         self._nbytes, path = nbytes, folder / "records"
         with path.open("wb") as file:
             for _ in range(16):
-                file.write(os.urandom(1 << 20) * (nbytes >> 20) + bytes(nbytes % (1 << 20)))
+                file.write(os.urandom(nbytes))
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, layer: int, expert: int, out: memoryview) -> None:
@@ -39,74 +62,153 @@ class Records:
         os.close(self._fd)
 
 
-class Ring:
-    """Keeps reads on their way."""
+@dataclass
+class Rank0:
+    """What a leader and its motion would say: which reads begin, and which are routable with the next step."""
 
-    def __init__(self, model: DeepseekV41, arena: Arena, io: IoScheduler) -> None:
-        self._tables, self._arena, self._io = model.blocks[0].moe.bank.tables, arena, io
-        self._coming: list[tuple[Ticket, int]] = []
-        self._slots: list[int] = self._tables.slot_of[0].tolist()  # where experts of layer 0 lie, and stay
-        self.landed = 0
+    residents: Residents
+    landed: list[int] = field(default_factory=list)
+    published: int = 0
+    _loads: dict[int, Load] = field(default_factory=dict)
+    _entries: deque[Pair] = field(default_factory=deque)
+    _absent: deque[Pair] = field(default_factory=deque)
+    _tickets: int = 0
 
-    def step(self, most: int) -> None:
-        """Before a step: what has landed is published, others are asked for."""
-        done = [(ticket, slot) for ticket, slot in self._coming if ticket.done]
-        self._coming = [one for one in self._coming if not one[0].done]
-        pairs = [(0, ticket.expert) for ticket, _ in done]
-        for (ticket, slot), pair in zip(done, pairs, strict=True):
-            ticket.wait(0)
-            self._arena.hold(slot, pair)
-        self._arena.drop(*pairs)
-        self.landed += len(done)
-        if done:
-            self._tables.change({pair: self._slots[pair[1]] for pair in pairs})
-        for _ in range(min(most, READS - len(self._coming))):
-            slot = self._arena.take()
-            land = lambda read, slot=slot: self._arena.load(slot, read)  # noqa: E731
-            self._coming.append((self._io.submit(Priority.ASYNC_HOT, 0, slot, land), slot))
+    def __post_init__(self) -> None:
+        layers, experts = self.residents.layers, self.residents.experts
+        pairs = [(n % layers, n // layers) for n in range(layers * experts)]
+        here = set(self.residents.pairs)
+        self._absent.extend(pair for pair in pairs if pair not in here)
 
-    def drain(self) -> None:
-        for ticket, _ in self._coming:
-            ticket.wait(30)
-        self.step(0)
+    def change(self, most: int) -> Change:
+        """`most` reads are to be under way."""
+        publish, self.landed = self.landed, []
+        coming = [self._loads.pop(ticket).pair for ticket in publish]
+        self.published += len(publish)
+        load = [self._load() for _ in range(min(most, READS) - len(self._loads))]
+        over = len(self._entries) + len(coming) + len(self._loads) - RING
+        withdraw = [self._entries.popleft() for _ in range(max(0, over))]
+        self._absent.extend(withdraw)
+        self._entries.extend(coming)
+        return Change(publish=publish, withdraw=withdraw, load=load)
+
+    def collect(self) -> None:
+        self.landed += self.residents.landed()
+        if self.residents.failed():
+            raise SystemExit("a read failed")
+
+    @property
+    def under_way(self) -> int:
+        return len(self._loads)
+
+    def _load(self) -> Load:
+        self._tickets += 1
+        load = self._loads[self._tickets] = Load(self._tickets, self._absent.popleft())
+        return load
+
+
+class Run:
+    """Steps of some lanes of a model beside a ring."""
+
+    def __init__(self, model: DeepseekV41, lanes: list[Any], residents: Residents) -> None:
+        bank = model.blocks[0].moe.bank
+        self._executor, self.rank0 = Executor(model, residents, bank.tap), Rank0(residents)
+        self._work = Decode([lane.index for lane in lanes])
+        self._lanes, self._context = lanes, lanes[0].position
+        greedy = Sampling(temperature=0.0)
+        for lane in lanes:
+            model.close_lane(lane)
+        admit = [
+            Admission(n, Request(request_id=str(n), prompt_ids=[1], sampling=greedy, max_tokens=1, stop_ids=()))
+            for n in self._work.lanes
+        ]
+        self._seq = 0
+        self._say(Step(seq=1, plan_version=0, admit=admit))
+        for n in self._work.lanes:
+            lane = self._executor.lanes[n]
+            lane.token = 5 + 29 * n
+            model.pool.grow([lane.state], self._context + 64)
+            lane.state.windows.normal_()
+        self.again()
+
+    def again(self) -> None:
+        """The contexts are as long as at the beginning."""
+        for n in self._work.lanes:
+            state: Any = self._executor.lanes[n].state
+            state.position, state.remainders = self._context, {}
+
+    def steps(self, most: int) -> Iterator[float]:
+        """Milliseconds of each, from ids to ids, and what goes with it."""
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            self._say(Step(seq=self._seq + 1, plan_version=0, change=self.rank0.change(most), work=self._work))
+            self.rank0.collect()
+            yield 1e3 * (time.perf_counter() - began)
+
+    def land(self) -> None:
+        """All that is under way."""
+        ends = time.perf_counter() + LAND_S
+        while self.rank0.under_way and time.perf_counter() < ends:
+            self.rank0.collect()
+            self._say(Step(seq=self._seq + 1, plan_version=0, change=self.rank0.change(0)))
+            time.sleep(0.001)
+        self.rank0.residents.check_integrity()
+
+    def close(self) -> None:
+        self._say(Step(seq=self._seq + 1, plan_version=0, release=self._work.lanes))
+
+    def _say(self, step: Step) -> None:
+        self._executor.execute(step)
+        self._seq = step.seq
+
+
+def ring_of(record: ExpertRecord, layers: int, experts: int, io: IoScheduler, device: torch.device) -> Residents:
+    """A resident of each layer, and a ring of 64 entries and as many that are on their way."""
+    arena = Arena(record, layers, 1, device, ring=RING)
+    made = Residents(arena, RoutingTables(layers, experts, device), io, layers, experts, top_k=1)
+    made.fill([(layer, 0) for layer in range(layers)], lambda done, of: None)
+    return made
 
 
 def show(model: DeepseekV41, options: Any) -> None:
-    record, device = model.blocks[0].moe.bank.plain_record, model.norm.device
-    arena = Arena(record, READS, 1, device)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        source = Records(Path(folder), record.slot_bytes)
-        for readers in (4, 8):
-            io = IoScheduler(source, Depths(readers, readers))
-            io.set_mode("serve")
-            for rows in options.rows:
-                compare(model, Ring(model, arena, io), rows, options.context, readers, record.slot_bytes)
-            io.close()
-        source.close()
+    whole = model.blocks[0].moe.bank.plain_record
+    for name, record in (("64 under way", whole), ("64 a step", SMALL)):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            source = Records(Path(folder), record.slot_bytes)
+            for readers in READERS:
+                for rows in options.rows:
+                    compare(model, name, source, record, readers, rows, options.context)
+            source.close()
 
 
-def compare(model: DeepseekV41, ring: Ring, rows: int, context: int, readers: int, nbytes: int) -> None:
-    at, times, reads, seconds = prepared(model, rows, context), {0: list[float](), READS: list[float]()}, 0, 0.0
+@torch.inference_mode()
+def compare(
+    model: DeepseekV41, name: str, source: Records, record: ExpertRecord, readers: int, rows: int, context: int
+) -> None:
+    io = IoScheduler(source, Depths(readers, readers))
+    layers, experts = model.blocks[0].moe.bank.tables.slot_of.shape
+    residents = ring_of(record, layers, experts, io, model.norm.device)
+    io.set_mode("serve")
+    run = Run(model, prepared(model, rows, context).lanes, residents)
+    times: dict[int, list[float]] = {0: [], READS: []}
+    reads, seconds = 0, 0.0
     for turn in range(TURNS):
         most = (0, READS)[turn % 2]
-        ring.step(most)
-        before, began_turn = ring.landed, time.perf_counter()
-        for _ in range(STEPS):
-            began = time.perf_counter()
-            ring.step(most)
-            model.decode(at.lanes, at.ids).amax(1).tolist()  # a step ends when the host has its ids
-            times[most].append(1e3 * (time.perf_counter() - began))
+        run.again()
+        before, began = run.rank0.published, time.perf_counter()
+        times[most] += run.steps(most)
         if most:
-            reads, seconds = reads + ring.landed - before, seconds + time.perf_counter() - began_turn
-            ring.drain()
+            reads, seconds = reads + run.rank0.published - before, seconds + time.perf_counter() - began
+            run.land()
+    run.close()
+    io.close()
     off, on = (statistics.median(times[most]) for most in (0, READS))
-    worst = sorted(times[READS])[int(0.95 * len(times[READS]))]
+    worst_off, worst_on = (float(np.quantile(times[most], 0.95)) for most in (0, READS))
     steps = STEPS * TURNS // 2
     print(
-        f"residency, {rows} rows, {readers} readers: step {off:.3f} ms without reads, {on:.3f} ms beside them "
-        f"({on / off:.3f}; 95th percentile {worst:.3f}); {reads / steps:.1f} records of {nbytes / 1e6:.1f} MB a step, "
-        f"{reads * nbytes / seconds / 1e9:.1f} GB/s",
+        f"residency, {rows} rows, {name}, {readers} readers: step {off:.3f} ms without reads (95th percentile "
+        f"{worst_off:.3f}), {on:.3f} ms beside them ({on / off:.3f}; 95th percentile {worst_on:.3f}); "
+        f"{reads / steps:.1f} records of {record.slot_bytes / 1e6:.2f} MB a step, "
+        f"{reads * record.slot_bytes / seconds / 1e9:.1f} GB/s",
         flush=True,
     )
-    for lane in at.lanes:
-        model.close_lane(lane)

@@ -29,7 +29,7 @@ from expert_fakes import (
 from tided.errors import DataError, PairError
 from tided.experts import first_set, under_way
 from tided.experts.arena import Arena
-from tided.experts.io import Depths, IoScheduler
+from tided.experts.io import Depths, IoScheduler, Ticket
 from tided.experts.mask_hash import mask_hash
 from tided.experts.residents import Residents
 from tided.experts.source import CheckpointSource
@@ -179,19 +179,27 @@ def test_a_read_is_told_as_failed_only_when_nothing_of_it_writes_any_more():
     number, may_end, told = *begin(residents, SWAPS[:1]), threading.Event(), threading.Event()
     ticket = residents._reading[number].ticket
 
-    class Late(threading.Event):
-        def set(self):
+    class Late(Ticket):
+        __slots__ = ()
+
+        @property
+        def done(self):
+            return Ticket.done.__get__(self)
+
+        @done.setter
+        def done(self, value):
             told.set()
             assert may_end.wait(30)
-            super().set()
+            Ticket.done.__set__(self, value)
 
-    ticket._done = Late()
+    ticket.__class__ = Late
     source.holds.set()
     assert told.wait(30)
     assert ticket.error is not None
     assert (residents.failed(), residents.landed()) == ([], [])
     may_end.set()
-    ticket._done.wait(30)
+    with pytest.raises(DataError):
+        ticket.wait(30)
     assert residents.failed() == [number]
     residents.give_up([number])
     residents.check_integrity()
@@ -340,21 +348,41 @@ def test_integrity_sees_two_experts_in_one_slot_a_wrong_mask_and_a_written_null_
         residents.check_integrity()
 
 
-@pytest.mark.parametrize("damage", ["ring", "count", "floor"])
+DAMAGES = {
+    "ring": "hot ring",
+    "entries": "hot ring",
+    "count": "count of a layer",
+    "floor": "needs 5",
+    "coming": "being read are wrong",
+    "leaving": "being read are wrong",
+    "swaps": "being read is wrong",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_integrity_sees_a_ring_entry_nobody_holds_wrong_counts_and_a_layer_below_its_floor(damage):
     residents = fake_residents(3, 8, 2, 12, 4, FakeSource(), ring=2)
     residents.fill(first(3, 4), quiet)
     numbers = begin(residents, [(None, (0, 6))])
     wait(residents, numbers)
     residents.publish(numbers)
+    begin(residents, [((1, 0), (1, 6))], 2)
     residents.check_integrity()
     if damage == "ring":
         residents._roles.ring[0, 7] = residents._roles.ring.pop((0, 6))
+    elif damage == "entries":
+        residents._roles._in_ring[0] = 0
     elif damage == "count":
         residents._roles.by_layer[:2] = 5, 3
-    else:
+    elif damage == "floor":
         residents._roles._top_k = 5
-    with pytest.raises(PairError, match={"ring": "hot ring", "count": "count of a layer", "floor": "needs 5"}[damage]):
+    elif damage == "coming":
+        residents._roles._coming.add((0, 7))
+    elif damage == "leaving":
+        residents._roles._leaving.clear()
+    else:
+        residents._roles._swaps[0] = 0
+    with pytest.raises(PairError, match=DAMAGES[damage]):
         residents.check_integrity()
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tided.experts.tables import KEPT_STEPS, DemandTap, RoutingTables
+from tided.experts.tables import KEPT_STEPS, SENDINGS, DemandTap, RoutingTables
 
 CPU = torch.device("cpu")
 
@@ -142,3 +142,15 @@ def test_experts_that_a_step_touches_are_those_of_all_its_rows_once():
     tap.begin_step()
     record(tap)
     assert tap.touched() == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_is_launched_between_two_changes_sees_the_first_however_late_it_runs():
+    tables, seen = RoutingTables(2, 4, torch.device("cuda")), []
+    torch.cuda._sleep(100_000_000)
+    for slot in range(2 * SENDINGS):
+        tables.change({(0, 1): slot, (1, slot % 4): -1 if slot % 2 else slot})
+        seen.append((tables.slot_of.clone(), tables.routable.clone()))
+    assert [int(slot_of[0, 1]) for slot_of, _ in seen] == list(range(2 * SENDINGS))
+    assert all(torch.equal(routable, slot_of >= 0) for slot_of, routable in seen)

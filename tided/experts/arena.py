@@ -138,6 +138,7 @@ class Arena:
         self._taken: set[int] = set()
         self._fences: dict[int, torch.cuda.Event] = {}
         self._staging = _Staging()
+        self._rooms: dict[int, Tensor] = {}  # of slots that were read into: addresses stay
 
     def _refused(self, device: torch.device, urgent: int) -> str | None:
         """Takes memory of which parts can be given back; why a device refuses a part of what it may allow whole. What
@@ -356,15 +357,16 @@ class Arena:
                 fence.synchronize()  # what was launched before may read the slot still
             read(self._room(slot, self._host).numpy().data)
             return
-        room = self._room(slot)
-        whole, stream = self._staging.of(self._largest_bytes, self.data.device)
-        staging = whole[: len(room)]
-        read(staging.numpy().data)
+        room = self._rooms.get(slot)
+        if room is None:
+            room = self._rooms[slot] = self._room(slot)
+        memory, seen, stream = self._staging.of(room.nbytes, self._largest_bytes, self.data.device)
+        read(seen)
         with torch.cuda.stream(stream):
             fence = self._fences.pop(slot, None)
             if fence is not None:
                 stream.wait_event(fence)
-            room.copy_(staging, non_blocking=True)
+            room.copy_(memory, non_blocking=True)
         stream.synchronize()
 
     def _room(self, slot: int, data: Tensor | None = None) -> Tensor:
@@ -401,13 +403,20 @@ def _numbers(classes: Sequence[SlotClass], places: Sequence[int], unit_bytes: in
 
 
 class _Staging(threading.local):
-    """The calling thread's pinned memory for one record, and the stream that copies it."""
+    """The calling thread's pinned memory for one record, and the stream that copies it. Views of it are made once: a
+    torch operation gives the interpreter away and asks for it again, which the engine's thread may wait for."""
 
     def __init__(self) -> None:
         self._made: tuple[Tensor, torch.cuda.Stream] | None = None
+        self._parts: dict[int, tuple[Tensor, memoryview, torch.cuda.Stream]] = {}
 
-    def of(self, nbytes: int, device: torch.device) -> tuple[Tensor, torch.cuda.Stream]:
-        if self._made is None:
-            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            self._made = memory, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._made
+    def of(self, nbytes: int, most: int, device: torch.device) -> tuple[Tensor, memoryview, torch.cuda.Stream]:
+        """[nbytes] uint8 of the same `most` bytes, for a copy and for a read."""
+        part = self._parts.get(nbytes)
+        if part is None:
+            if self._made is None:
+                memory = torch.empty(most, dtype=torch.uint8, pin_memory=True)
+                self._made = memory, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            memory, stream = self._made
+            part = self._parts[nbytes] = memory[:nbytes], memory[:nbytes].numpy().data, stream
+        return part

@@ -2,6 +2,9 @@
 
 `read_queue` holds the rules; here are the threads. A read runs in one of them: into the caller's memory, or through a
 `Land`, which hands out the memory and does what must follow (the arena's copy to a device).
+
+The threads share one interpreter with the engine's, and every line that they run may be one that it waits for: a read
+takes the lock once, to be told and to find the next.
 """
 
 import logging
@@ -24,6 +27,7 @@ log = logging.getLogger("experts")
 IDLE_S = 60.0  # a thread without work looks up this often
 CLOSE_S = 10.0
 JOB_WAIT_S = 60.0
+NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True)
@@ -37,28 +41,49 @@ class ReadCount:
     queue_ms: float = 0.0
 
 
+class _Counting:
+    """A `ReadCount` in the making."""
+
+    __slots__ = ("_bytes", "_failed", "_queue_s", "_reads", "_seconds")
+
+    def __init__(self) -> None:
+        self._reads = self._failed = self._bytes = 0
+        self._seconds = self._queue_s = 0.0
+
+    def add(self, ticket: "Ticket", began_s: float, error: object) -> None:
+        if error is None:
+            self._reads += 1
+            self._bytes += ticket.nbytes
+        else:
+            self._failed += 1
+        self._seconds += time.perf_counter() - began_s
+        self._queue_s += began_s - ticket.submitted_s
+
+    def now(self) -> ReadCount:
+        return ReadCount(self._reads, self._failed, self._bytes, self._seconds, 1e3 * self._queue_s)
+
+
 class Ticket:
-    """A read that was asked for. Any thread may use it."""
+    """A read that was asked for. Any thread may use it. `done`: the record is there, or `error` says why not; nothing
+    writes to the memory any more."""
+
+    __slots__ = ("_entry", "_out", "_owner", "_waiter", "done", "error", "expert", "layer", "nbytes", "submitted_s")
 
     def __init__(self, owner: "IoScheduler", layer: int, expert: int, out: "memoryview | Land") -> None:
         self.layer, self.expert = layer, expert
+        self.done, self.nbytes = False, 0
         self.error: BaseException | None = None
         self.submitted_s = time.perf_counter()
         self._owner, self._out = owner, out
-        self._done = threading.Event()
         self._entry: Entry[Ticket] | None = None
-
-    @property
-    def done(self) -> bool:
-        """The record is there, or `error` says why not. Nothing writes to the memory any more."""
-        return self._done.is_set()
+        self._waiter: threading.Event | None = None  # few are waited for
 
     def wait(self, timeout_s: float) -> None:
         """Until the record is there; from now on the read is urgent. Raises its error; PairError after the timeout,
         when the read may still be writing."""
         if not self.done:
             self._owner._promote(self)
-        if not self._done.wait(timeout_s):
+        if not self._owner._ended(self, timeout_s):
             raise PairError(
                 f"expert {self.expert} of layer {self.layer} was not read within {timeout_s:g} s",
                 hint="check the disk (dmesg)",
@@ -77,8 +102,9 @@ class IoScheduler:
     def __init__(self, source: ExpertSource, depths: Depths) -> None:
         self._source = source
         self._queue: ReadQueue[Ticket] = ReadQueue(depths)
-        self._changed = threading.Condition()
-        self._counts = {priority: ReadCount() for priority in Priority}
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._counts = [_Counting() for _ in Priority]
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"expert-reader-{i}", daemon=True) for i in range(depths.threads)
@@ -93,23 +119,23 @@ class IoScheduler:
     @property
     def counts(self) -> dict[Priority, ReadCount]:
         """By the class that a read was submitted as."""
-        with self._changed:
-            return dict(self._counts)
+        with self._lock:
+            return {priority: self._counts[priority].now() for priority in Priority}
 
     @property
     def queued(self) -> dict[Priority, int]:
-        with self._changed:
+        with self._lock:
             return {priority: self._queue.limit - self._queue.room(priority) for priority in Priority}
 
     def room(self, priority: Priority) -> int:
         """Reads of this class that `submit` takes now."""
-        with self._changed:
+        with self._lock:
             return self._queue.room(priority)
 
     def submit(self, priority: Priority, layer: int, expert: int, out: "memoryview | Land") -> Ticket:
         """Raises PairError when the class's queue is full or the scheduler is closed."""
         ticket = Ticket(self, layer, expert, out)
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise PairError("expert reads are over: the scheduler is closed")
             ticket._entry = self._queue.push(ticket, priority)
@@ -122,9 +148,9 @@ class IoScheduler:
         waited for `patience_s` becomes urgent, so nobody starves. The job is a piece of some milliseconds, as what is
         asked for meanwhile waits for it. Raises what it raises, PairError when it never had its turn."""
         ticket = self.submit(Priority.PREFIX, -1, -1, lambda read: job())
-        if not ticket._done.wait(patience_s):
+        if not self._ended(ticket, patience_s):
             self._promote(ticket)
-        while not ticket._done.wait(JOB_WAIT_S):
+        while not self._ended(ticket, JOB_WAIT_S):
             if ticket.cancel():
                 break
             # It runs, and its memory and file are in use: there is nothing to do but to wait and to say so.
@@ -133,13 +159,13 @@ class IoScheduler:
             raise ticket.error
 
     def set_mode(self, mode: Mode) -> None:
-        with self._changed:
+        with self._lock:
             self._queue.mode = mode
             self._changed.notify_all()
 
     def close(self) -> None:
         """Queued reads end with an error; those in flight are waited for. Raises PairError when one hangs."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             for entry in self._queue.clear():
                 self._end(entry.item, PairError("expert reads are over: the scheduler is closed"))
@@ -150,14 +176,22 @@ class IoScheduler:
         if any(thread.is_alive() for thread in self._threads):
             raise PairError(f"a read of an expert hangs for {CLOSE_S:g} s", hint="check the disk (dmesg)")
 
+    def _ended(self, ticket: Ticket, timeout_s: float) -> bool:
+        """Whether it ends within that time."""
+        with self._lock:
+            if ticket.done:
+                return True
+            waiter = ticket._waiter = ticket._waiter or threading.Event()
+        return waiter.wait(timeout_s)
+
     def _promote(self, ticket: Ticket) -> None:
-        with self._changed:
+        with self._lock:
             if not ticket.done and ticket._entry is not None:
                 self._queue.promote(ticket._entry)
                 self._changed.notify_all()
 
     def _cancel(self, ticket: Ticket) -> bool:
-        with self._changed:
+        with self._lock:
             off = ticket._entry is not None and self._queue.cancel(ticket._entry)
             if off:
                 self._end(ticket, PairError("the read was cancelled"))
@@ -165,16 +199,22 @@ class IoScheduler:
             return off
 
     def _work(self) -> None:
-        while (entry := self._next()) is not None:
-            ticket, began_s = entry.item, time.perf_counter()
-            nbytes, error = self._run(ticket)
-            with self._changed:
-                self._queue.finish(entry)
-                self._count(entry.priority, began_s - ticket.submitted_s, time.perf_counter() - began_s, nbytes, error)
-                self._end(ticket, error)
+        entry, error, began_s = self._next(), None, 0.0
+        while entry is not None:
+            began_s = time.perf_counter()
+            error = self._run(entry.item)
+            entry = self._next(entry, error, began_s)
 
-    def _next(self) -> Entry[Ticket] | None:
-        with self._changed:
+    def _next(
+        self, before: Entry[Ticket] | None = None, error: BaseException | None = None, began_s: float = 0.0
+    ) -> Entry[Ticket] | None:
+        """`before`: the thread's read that is over, with what went wrong. None: the scheduler is closed."""
+        with self._lock:
+            if before is not None:
+                ticket = before.item
+                self._queue.finish(before)
+                self._counts[before.priority].add(ticket, began_s, error)
+                self._end(ticket, error)
             while not self._closed:
                 if (entry := self._queue.pop()) is not None:
                     if self._queue.startable:  # each wakes the next: nobody wakes to find nothing
@@ -183,30 +223,26 @@ class IoScheduler:
                 self._changed.wait(IDLE_S)
         return None
 
-    def _run(self, ticket: Ticket) -> tuple[int, BaseException | None]:
-        """(bytes of the record, what went wrong): an error belongs to who waits, not to the thread."""
-        nbytes = 0
+    def _run(self, ticket: Ticket) -> BaseException | None:
+        """What went wrong: an error belongs to who waits, not to the thread."""
+        out = ticket._out
 
-        def read(out: memoryview) -> None:
-            nonlocal nbytes
-            self._source.read(ticket.layer, ticket.expert, out)
-            nbytes = out.nbytes
+        def read(memory: memoryview) -> None:
+            self._source.read(ticket.layer, ticket.expert, memory)
+            ticket.nbytes = memory.nbytes
 
         try:
-            if isinstance(ticket._out, memoryview):
-                read(ticket._out)
+            if isinstance(out, memoryview):
+                read(out)
             else:
-                ticket._out(read)
+                out(read)
         except BaseException as error:
-            return 0, error
-        return nbytes, None
-
-    def _count(self, priority: Priority, queue_s: float, read_s: float, nbytes: int, error: object) -> None:
-        c, failed = self._counts[priority], error is not None
-        self._counts[priority] = ReadCount(
-            c.reads + (not failed), c.failed + failed, c.bytes + nbytes, c.seconds + read_s, c.queue_ms + 1e3 * queue_s
-        )
+            return error
+        return None
 
     def _end(self, ticket: Ticket, error: BaseException | None) -> None:
-        ticket.error, ticket._out = error, memoryview(b"")  # the memory is the caller's again
-        ticket._done.set()
+        """The lock is held."""
+        ticket.error, ticket._out = error, NOTHING  # the memory is the caller's again
+        ticket.done = True
+        if ticket._waiter is not None:
+            ticket._waiter.set()

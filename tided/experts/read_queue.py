@@ -7,7 +7,7 @@
 - At boot everything is as deep as the disk takes it.
 """
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, Literal, TypeVar
@@ -29,9 +29,8 @@ class Priority(IntEnum):
     SWAP = 2
     PREFIX = 3
 
-    @property
-    def is_urgent(self) -> bool:
-        return self < Priority.ASYNC_HOT
+
+ORDER = tuple(Priority)
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Depths:
         return max(self.deep, self.background + 1)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry(Generic[T]):
     """A read on its way. `rank` is the class that it counts as now."""
 
@@ -69,23 +68,23 @@ class ReadQueue(Generic[T]):
     def __init__(self, depths: Depths, limit: int = MAX_QUEUED) -> None:
         self.depths, self.limit = depths, limit
         self.mode: Mode = "boot"
-        self._waiting: dict[Priority, deque[Entry[T]]] = {priority: deque() for priority in Priority}
-        self._running: Counter[Priority] = Counter()
+        self._waiting: list[deque[Entry[T]]] = [deque() for _ in Priority]
+        self._running = [0] * len(Priority)
 
     @property
     def queued(self) -> int:
-        return sum(len(queue) for queue in self._waiting.values())
+        return sum(map(len, self._waiting))
 
     @property
     def in_flight(self) -> int:
-        return self._running.total()
+        return sum(self._running)
 
     def room(self, priority: Priority) -> int:
         return max(0, self.limit - len(self._waiting[priority]))
 
     def push(self, item: T, priority: Priority) -> Entry[T]:
         """Raises PairError when the class is full: its owner submits without looking at what is on its way."""
-        if not self.room(priority):
+        if len(self._waiting[priority]) >= self.limit:
             raise PairError(f"{self.limit} reads of class {priority.name} are queued already")
         entry = Entry(item, priority)
         self._waiting[priority].append(entry)
@@ -126,21 +125,24 @@ class ReadQueue(Generic[T]):
 
     def clear(self) -> list[Entry[T]]:
         """Takes out everything that has not started."""
-        entries = [entry for queue in self._waiting.values() for entry in queue]
-        for queue in self._waiting.values():
+        entries = [entry for queue in self._waiting for entry in queue]
+        for queue in self._waiting:
             queue.clear()
         return entries
 
     def _first(self) -> Priority | None:
-        return next((priority for priority, queue in self._waiting.items() if queue), None)
+        for priority in ORDER:
+            if self._waiting[priority]:
+                return priority
+        return None
 
     def _admits(self, priority: Priority) -> bool:
-        urgent = sum(count for rank, count in self._running.items() if rank.is_urgent)
+        in_flight, urgent = sum(self._running), self._running[Priority.SYNC_HOT]
         if self.mode == "boot":
-            return self.in_flight < self.depths.deep
-        if priority.is_urgent:
+            return in_flight < self.depths.deep
+        if priority is Priority.SYNC_HOT:
             return urgent < self.depths.deep
-        return urgent == 0 and self.in_flight < self.depths.background
+        return urgent == 0 and in_flight < self.depths.background
 
     def _take_out(self, entry: Entry[T]) -> bool:
         try:

@@ -141,19 +141,14 @@ class Residents:
         ring. Raises PairError for a pair that is here or on its way, and when its place is not free."""
         self._check_alive()
         self._check_range([pair])
-        if number in self._reading or any(reading.pair == pair for reading in self._reading.values()):
-            raise PairError(f"{pair} is being read already")
-        if self.arena.slot_of(pair) is not None:
-            raise PairError(f"{pair} is to be read, and is here")
-        if out is not None and not self._roles.is_resident(out):
-            raise PairError(f"a plan removes {out}, which is not resident")
-        if out is not None and any(reading.out == out for reading in self._reading.values()):
-            raise PairError(f"{out} is to leave twice")
-        self._roles.check_room(pair, out, joins, self._reading.values())
+        if number in self._reading:
+            raise PairError(f"read {number} of {pair} is under way already")
+        self._roles.check_read(pair, out, joins)
         slot = self.arena.take(self.arena.kind_of(pair))
         priority = Priority.SWAP if joins or out is not None else Priority.ASYNC_HOT
         ticket = self._io.submit(priority, *pair, partial(self.arena.load, slot))
-        self._reading[number] = Reading(pair, out, joins, slot, ticket)
+        reading = self._reading[number] = Reading(pair, out, joins, slot, ticket)
+        self._roles.begun(reading)
 
     def landed(self) -> list[int]:
         """Reads that ended well since the last call. Raises PairError for one that hangs: it may still write to its
@@ -178,7 +173,9 @@ class Residents:
             if reading is None or not reading.ticket.done:
                 raise PairError(f"read {number} was to be given up before it had ended on this rank")
         for number in numbers:
-            self.arena.release(self._reading.pop(number).slot)
+            reading = self._reading.pop(number)
+            self._roles.over(reading)
+            self.arena.release(reading.slot)
 
     def publish(self, numbers: Sequence[int]) -> None:
         """Makes these reads routable, all or none, in their order; a swap's outgoing pair leaves at once. Raises
@@ -188,13 +185,14 @@ class Residents:
         self._roles.check_swaps([(r.out, r.pair) for r in landed if r.out is not None])
         for number, reading in zip(numbers, landed, strict=True):
             del self._reading[number]
+            self._roles.over(reading)
             self.arena.hold(reading.slot, reading.pair)
             if reading.out is not None:
                 self._roles.exchanged(reading.out, reading.pair)
             elif reading.joins:
                 self._roles.joined(reading.pair)
             else:
-                self._roles.ring[reading.pair] = None
+                self._roles.entered(reading.pair)
         self._set({r.pair: r.slot for r in landed} | {r.out: -1 for r in landed if r.out is not None})
         self.arena.drop(*(reading.out for reading in landed if reading.out is not None))
         self.generation += any(reading.joins or reading.out is not None for reading in landed)
@@ -215,14 +213,14 @@ class Residents:
                 raise PairError(f"{pair} is to leave the ring, and is not in it")
         self._set(dict.fromkeys(pairs, -1))
         for pair in pairs:
-            del self._roles.ring[pair]
+            self._roles.withdrawn(pair)
         self.arena.drop(*pairs)
 
     def adopt(self, pairs: Sequence[Pair]) -> None:
         """These entries of the ring are residents from now on, in places that are free. Nothing is read."""
         self._check_alive()
         for pair in pairs:
-            self._roles.adopted(pair, self._reading.values())
+            self._roles.adopted(pair)
         self.generation += bool(pairs)
 
     def resize(self, residents: Sequence[int], evict: Sequence[Pair]) -> None:
@@ -271,7 +269,7 @@ class Residents:
             raise PairError("the routable mask and the expert directory differ")
         if self.mask_hash != mask_hash(directory, self.experts):
             raise PairError("the running hash of the routable set is wrong")
-        self._roles.check(expected >= 0)
+        self._roles.check(expected >= 0, self._reading.values())
 
     def _check_alive(self) -> None:
         if self._failed:

@@ -1,7 +1,8 @@
-"""Who is a resident and who an entry of the hot ring, among the pairs that lie in the arena: a role is an entry in a
-book, and changes without a byte being moved.
+"""Who is a resident and who an entry of the hot ring, among the pairs that lie in the arena, and who is on the way to
+become one: a role is an entry in a book, and changes without a byte being moved.
 
-No layer ever has fewer residents than its router picks, and of each size of records there are no more than places.
+No layer ever has fewer residents than its router picks, and of each size of records there are no more than places. A
+step may begin and end dozens of reads, so nothing here looks at every entry for one of them.
 """
 
 from collections import Counter
@@ -19,13 +20,20 @@ PairSwap = tuple[Pair, Pair]  # (leaves, takes its place)
 
 
 class Roles:
-    """`ring`: its entries, the oldest first. Residents are counted by layer and by class of records."""
+    """`ring`: its entries, the oldest first. Residents are counted by layer and by class of records; entries of the
+    ring, and reads under way by what they will become, by class."""
 
     def __init__(self, arena: Arena, layers: int, top_k: int) -> None:
         self._arena, self._top_k = arena, top_k
         self.ring: dict[Pair, None] = {}
         self.by_layer = [0] * layers
         self.of_kind = [0] * len(arena.classes)
+        self._in_ring = [0] * len(arena.classes)
+        self._coming: set[Pair] = set()
+        self._leaving: set[Pair] = set()
+        self._swaps = [0] * len(arena.classes)
+        self._joining = [0] * len(arena.classes)
+        self._entering = [0] * len(arena.classes)
 
     @property
     def residents(self) -> list[Pair]:
@@ -52,14 +60,37 @@ class Roles:
         self.left(out)
         self.joined(in_)
 
-    def adopted(self, pair: Pair, reading: Collection[Reading]) -> None:
+    def entered(self, pair: Pair) -> None:
+        """An entry of the ring more."""
+        self.ring[pair] = None
+        self._in_ring[self._arena.kind_of(pair)] += 1
+
+    def withdrawn(self, pair: Pair) -> None:
+        """An entry of the ring less."""
+        del self.ring[pair]
+        self._in_ring[self._arena.kind_of(pair)] -= 1
+
+    def adopted(self, pair: Pair) -> None:
         """An entry of the ring becomes a resident, in a place that is free and that nothing is read for."""
         kind = self._arena.kind_of(pair)
-        joining = sum(one.joins and self._arena.kind_of(one.pair) == kind for one in reading)
-        if pair not in self.ring or self.of_kind[kind] + joining >= self._arena.classes[kind].residents:
+        if pair not in self.ring or self.of_kind[kind] + self._joining[kind] >= self._arena.classes[kind].residents:
             raise PairError(f"{pair} cannot become a resident: not in the ring, or there is no free place")
-        del self.ring[pair]
+        self.withdrawn(pair)
         self.joined(pair)
+
+    def begun(self, reading: Reading) -> None:
+        """A read that `check_read` has allowed is under way."""
+        self._coming.add(reading.pair)
+        if reading.out is not None:
+            self._leaving.add(reading.out)
+        self._counted_as(reading)[self._arena.kind_of(reading.pair)] += 1
+
+    def over(self, reading: Reading) -> None:
+        """It is published, or given up."""
+        self._coming.remove(reading.pair)
+        if reading.out is not None:
+            self._leaving.remove(reading.out)
+        self._counted_as(reading)[self._arena.kind_of(reading.pair)] -= 1
 
     def promoted(self, out: Pair, in_: Pair) -> None:
         """A resident and an entry of the ring exchange roles."""
@@ -102,20 +133,26 @@ class Roles:
             count[in_[0]] += 1
         self.check_floor(count)
 
-    def check_room(self, pair: Pair, out: Pair | None, joins: bool, reading: Collection[Reading]) -> None:
-        """Raises PairError unless a pair of this size may begin to be read now."""
-        kind_of = self._arena.kind_of
-        kind, places = kind_of(pair), self._arena.classes[kind_of(pair)]
-        alike = [one for one in reading if kind_of(one.pair) == kind]
-        swaps, joining = sum(one.out is not None for one in alike), sum(one.joins for one in alike)
+    def check_read(self, pair: Pair, out: Pair | None, joins: bool) -> None:
+        """Raises PairError unless the pair may begin to be read now."""
+        if pair in self._coming:
+            raise PairError(f"{pair} is being read already")
+        if self._arena.slot_of(pair) is not None:
+            raise PairError(f"{pair} is to be read, and is here")
+        kind = self._arena.kind_of(pair)
+        places = self._arena.classes[kind]
         if out is not None:
+            if not self.is_resident(out):
+                raise PairError(f"a plan removes {out}, which is not resident")
+            if out in self._leaving:
+                raise PairError(f"{out} is to leave twice")
             self.check_size(out, pair)
-            if swaps >= places.spare:
+            if self._swaps[kind] >= places.spare:
                 raise PairError(f"more than {places.spare} swaps cannot be read at once")
         elif joins:
-            if self.of_kind[kind] + joining >= places.residents:
+            if self.of_kind[kind] + self._joining[kind] >= places.residents:
                 raise PairError(f"all {places.residents} places of residents are taken")
-        elif sum(kind_of(one) == kind for one in self.ring) + len(alike) - swaps - joining >= places.ring:
+        elif self._in_ring[kind] + self._entering[kind] >= places.ring:
             raise PairError(f"the hot ring of {places.ring} slots is full")
 
     def check_without(self, evict: Sequence[Pair], residents: Sequence[int]) -> None:
@@ -130,8 +167,15 @@ class Roles:
         if len(set(evict)) != len(evict) or any(n > most for n, most in zip(of_kind, residents, strict=True)):
             raise PairError(f"{of_kind} experts would be left for {list(residents)} places")
 
-    def check(self, routable: npt.NDArray[np.bool_]) -> None:
-        """routable [layers, experts], which is changed. Raises PairError unless the books agree with it."""
+    def check(self, routable: npt.NDArray[np.bool_], reading: Collection[Reading]) -> None:
+        """routable [layers, experts], which is changed; the reads under way. Raises PairError unless the books agree
+        with them."""
+        if self._coming != {one.pair for one in reading} or self._leaving != {one.out for one in reading if one.out}:
+            raise PairError("the books of experts that are being read are wrong")
+        for counts in (self._swaps, self._joining, self._entering):
+            mine = Counter(self._arena.kind_of(one.pair) for one in reading if self._counted_as(one) is counts)
+            if any(mine[kind] != count for kind, count in enumerate(counts)):
+                raise PairError("the count of experts that are being read is wrong")
         if any(pair not in self._arena.directory for pair in self.ring) or not self._ring_fits():
             raise PairError("the hot ring and the expert directory differ")
         routable.ravel()[indices(self.ring, routable.shape[1])] = False
@@ -146,7 +190,14 @@ class Roles:
 
     def _ring_fits(self) -> bool:
         entries = Counter(map(self._arena.kind_of, self.ring))
-        return all(entries[kind] <= one.ring for kind, one in enumerate(self._arena.classes))
+        counts = zip(self._in_ring, self._arena.classes, strict=True)
+        return all(entries[kind] == count <= one.ring for kind, (count, one) in enumerate(counts))
+
+    def _counted_as(self, reading: Reading) -> list[int]:
+        """By class, the reads that will become the same."""
+        if reading.out is not None:
+            return self._swaps
+        return self._joining if reading.joins else self._entering
 
     def _count(self, pair: Pair, more: int) -> None:
         self.by_layer[pair[0]] += more

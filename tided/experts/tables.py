@@ -12,43 +12,58 @@ from torch import Tensor
 
 from tided.errors import PairError
 
+SENDINGS = 4  # changes of which each has memory of its own: none waits for the copy of the one before
+
 
 class RoutingTables:
-    """`slot_of` [layers, experts] int32, -1 for an absent expert; `routable` [layers, experts] bool. On CUDA both are
-    copies of what is kept on the host, made whole: two copies of some ten kilobytes take less than one scattered
-    write."""
+    """`slot_of` [layers, experts] int32, -1 for an absent expert; `routable` [layers, experts] bool. On CUDA both are a
+    copy of what is kept on the host, made whole: one of some ten kilobytes takes less than a scattered write."""
 
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
-        on_cuda = device.type == "cuda"
-        slots = torch.full((layers, experts), -1, dtype=torch.int32, pin_memory=on_cuda)
-        routable = torch.zeros((layers, experts), dtype=torch.bool, pin_memory=on_cuda)
-        self._here = slots.numpy(), routable.numpy()
-        self._sent = [(slots, slots.to(device)), (routable, routable.to(device))]
-        self.slot_of: Tensor = self._sent[0][1]
-        self.routable: Tensor = self._sent[1][1]
-        self._behind = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+        count, on_cuda = layers * experts, device.type == "cuda"
+        here = torch.empty(5 * count, dtype=torch.uint8)
+        there = torch.empty_like(here, device=device) if on_cuda else here
+        self._bytes, self._there, self._experts = here.numpy(), there, experts
+        self._slots, self._routable = self._bytes[: 4 * count].view(np.int32), self._bytes[4 * count :].view(np.bool_)
+        self._slots.fill(-1)
+        self._routable.fill(False)
+        self.slot_of: Tensor = there[: 4 * count].view(torch.int32).view(layers, experts)
+        self.routable: Tensor = there[4 * count :].view(torch.bool).view(layers, experts)
+        self._sendings = deque(Sending(here) for _ in range(SENDINGS * on_cuda))
+        there.copy_(here)
 
     def change(self, slots: Mapping[tuple[int, int], int]) -> None:
         """(layer, expert) -> its slot from now on, -1: none. What was launched before sees the tables as they were."""
         if not slots:
             return
-        if self._behind is not None:
-            self._behind.synchronize()  # the copies of the change before read what is written here
-        slot_of, routable = self._here
-        layers, experts = zip(*slots, strict=True)
+        where = [layer * self._experts + expert for layer, expert in slots]
         found = np.fromiter(slots.values(), np.int32, len(slots))
-        slot_of[layers, experts] = found
-        routable[layers, experts] = found >= 0
-        if self._behind is not None:
-            for here, there in self._sent:
-                there.copy_(here, non_blocking=True)
-            self._behind.record()
+        self._slots[where] = found
+        self._routable[where] = found >= 0
+        if self._sendings:
+            self._sendings[0].send(self._bytes, self._there)
+            self._sendings.rotate(-1)
 
     def publish(self, layer: int, expert: int, slot: int) -> None:
         self.change({(layer, expert): slot})
 
     def withdraw(self, layer: int, expert: int) -> None:
         self.change({(layer, expert): -1})
+
+
+class Sending:
+    """Memory from which the device fetches what changed, while the host goes on changing its own."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._memory = torch.empty_like(like, pin_memory=True)
+        self._bytes = self._memory.numpy()
+        self._behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def send(self, here: npt.NDArray[np.uint8], there: Tensor) -> None:
+        self._behind.synchronize()  # the copy that was made from this memory
+        self._bytes[:] = here
+        there.copy_(self._memory, non_blocking=True)
+        self._behind.record()
 
 
 class Seen(NamedTuple):
