@@ -319,7 +319,7 @@ def test_a_copied_slot_is_read_into_elsewhere(monkeypatch):
         "tided.experts.arena.slots_on", lambda *_, **__: Slots(data, None, placement.Placement(False, "a fake"))
     )
     arena = Arena(RECORD, 2, 1, torch.device("cpu"))
-    monkeypatch.setattr(arena._staging, "of", lambda nbytes, _: (_ for _ in ()).throw(LookupError(nbytes)))
+    monkeypatch.setattr(arena._staging, "of", lambda nbytes, *_: (_ for _ in ()).throw(LookupError(nbytes)))
     slot = arena.take()
     with pytest.raises(LookupError, match=str(RECORD.slot_bytes)):
         arena.load(slot, lambda out: pytest.fail("read into the device's memory"))

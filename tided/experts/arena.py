@@ -138,7 +138,9 @@ class Arena:
         self._taken: set[int] = set()
         self._fences: dict[int, torch.cuda.Event] = {}
         self._staging = _Staging()
-        self._rooms: dict[int, Tensor] = {}  # of slots that were read into: addresses stay
+        # Of slots that were read into; addresses stay.
+        self._rooms: dict[int, Tensor] = {}
+        self._places: dict[int, memoryview] = {}
 
     def _refused(self, device: torch.device, urgent: int) -> str | None:
         """Takes memory of which parts can be given back; why a device refuses a part of what it may allow whole. What
@@ -355,7 +357,10 @@ class Arena:
             fence = self._fences.pop(slot, None)
             if fence is not None:
                 fence.synchronize()  # what was launched before may read the slot still
-            read(self._room(slot, self._host).numpy().data)
+            place = self._places.get(slot)
+            if place is None:
+                place = self._places[slot] = self._room(slot, self._host).numpy().data
+            read(place)
             return
         room = self._rooms.get(slot)
         if room is None:
