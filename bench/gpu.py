@@ -3,6 +3,7 @@ weights.
 
     python bench/gpu.py [--part kernels step prefill ranks residency] [--rounds 10] [--repeats 3]
     python bench/gpu.py --part exl3 glm --rows 1 4 8 --wheel exllamav3-1.6.5-py3-none-any.whl
+    python bench/gpu.py --part experts --peers triton_kernels.zip humming_kernels-0.1.20-...whl
 
     kernels    experts and dense products alone, against a kernel that only reads, in the same run
     step       a decode step of one rank: by part, its graph nodes, the host's time, and the least its bytes would take
@@ -10,6 +11,7 @@ weights.
     ranks      the step of two ranks on two GPUs, its collectives inside the graphs (needs two GPUs)
     residency  the step beside 64 expert records a step that are read, staged and copied to the device, and without
     exl3       GLM-5.3's experts: our kernel beside exllamav3's own, built from its wheel (`exllamav3_kernel.py`)
+    experts    DeepSeek-V4.1-Flash's experts: our kernel beside other people's for MXFP4 (`mxfp4_peers.py`)
     glm        a decode step of GLM-5.3, one rank: by part, the host's time, and the least its bytes would take
 
 Figures are medians, in brackets the spread of the repeats.
@@ -24,16 +26,16 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import gpu_exl3, gpu_glm, gpu_kernels, gpu_ranks, gpu_step
+from bench import gpu_exl3, gpu_experts, gpu_glm, gpu_kernels, gpu_ranks, gpu_step
 from bench.gpu_timing import ceiling
 
 PARTS = ("kernels", "step", "prefill", "residency", "ranks")
-GLM_PARTS = ("exl3", "glm")
+OTHERS = ("exl3", "glm", "experts")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=PARTS + GLM_PARTS, default=list(PARTS))
+    parser.add_argument("--part", nargs="+", choices=PARTS + OTHERS, default=list(PARTS))
     for name, default in (("--rounds", 10), ("--repeats", 3), ("--layers", 40), ("--resident", 10_000)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--context", type=int, default=8000)
@@ -43,9 +45,13 @@ def main() -> None:
     parser.add_argument("--glm-resident", type=int, default=12_968)
     parser.add_argument("--wheel", type=Path, help="exllamav3's, for exl3")
     parser.add_argument("--build", type=Path, default=Path("scratch/exllamav3"), help="where its kernel is built")
+    parser.add_argument("--peers", type=Path, nargs="+", default=[], help="folders, wheels or zips, for experts")
+    parser.add_argument("--no-times", action="store_true", help="of experts, what they compute alone")
     options = parser.parse_args()
     if "exl3" in options.part and options.wheel is None:
         parser.error("exl3 needs --wheel")
+    if "experts" in options.part and not options.peers:
+        parser.error("experts needs --peers")
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device")
     best = ceiling(options.rounds)
@@ -62,6 +68,10 @@ def main() -> None:
         gpu_ranks.show(best, options)
     if "exl3" in options.part:
         gpu_exl3.show(options.wheel, options.build, options.rounds, options.repeats)
+    if "experts" in options.part:
+        gpu_experts.show(
+            options.peers, Path("scratch/peers"), best, options.rounds, options.repeats, not options.no_times
+        )
     if "glm" in options.part:
         gpu_glm.show(best, options)
 

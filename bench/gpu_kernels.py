@@ -36,19 +36,19 @@ DENSE: dict[str, tuple[int, int, Ending, int, bool]] = {
 }
 
 
-def picked(rows: int, distinct: int, seed: int) -> Tensor:
+def picked(rows: int, distinct: int, seed: int, slots: int = SLOTS) -> Tensor:
     """[rows, k] slots of so many experts, every one of them wanted, none twice in a row."""
     draw = torch.Generator().manual_seed(seed)
-    pool = torch.randperm(SLOTS, generator=draw)[:distinct]
+    pool = torch.randperm(slots, generator=draw)[:distinct]
     flat = [[expert for expert in range(distinct) if expert // TOP_K == row] for row in range(rows)]
     for own in flat:
         own += [e for e in torch.randperm(distinct, generator=draw).tolist() if e not in own][: TOP_K - len(own)]
     return pool[torch.tensor(flat)].to(torch.int32).cuda()
 
 
-def filled() -> Tensor:
-    """[SLOTS, slot_bytes]: random codes, scales near one."""
-    slots = torch.randint(0, 256, (SLOTS, RECORD.slot_bytes), dtype=torch.uint8, device="cuda")
+def filled(count: int = SLOTS) -> Tensor:
+    """[count, slot_bytes]: random codes, scales near one."""
+    slots = torch.randint(0, 256, (count, RECORD.slot_bytes), dtype=torch.uint8, device="cuda")
     for part in RECORD.parts[3:]:
         slots[:, part.offset : part.offset + part.nbytes].random_(116, 124)
     return slots

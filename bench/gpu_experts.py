@@ -1,0 +1,166 @@
+"""MXFP4 experts of DeepSeek-V4.1-Flash, one rank's half: our kernel and other people's (`mxfp4_peers.py`), in one run,
+on the same codes, rows and picks, as replays of captured graphs that take turns. Every launch of a graph picks other
+experts of the layer's 384, so that nothing is found in the L2 cache.
+
+A peer's time is of both products, the gated activation between them and the weighted sum over the picks; sorting the
+picks by expert and rounding the rows are done beforehand, not timed. Ours is of the whole: the distinct experts are
+found in it. A peer is held to the products in fp32 without rounding, and so is ours; one that is further off than its
+number formats explain computes something else and is not timed."""
+
+import itertools
+import statistics
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.gpu_kernels import CASES, EXPERTS, LIMIT, RECORD, SETS, TOP_K, activations, filled, picked
+from bench.gpu_timing import IN_GRAPH, spread, timed
+from bench.mxfp4_peers import Layer, Peer, found, layer_of
+from kernels import experts_chunk_triton, experts_triton
+from kernels.experts import decode
+
+CHUNK = 2048  # rows
+SAME = 6e-2  # relative: 8-bit hidden rows come to 3e-2, rows rounded to 8 bits a second time to as much again
+
+Work = Callable[[], Tensor]
+
+
+def exact(x: Tensor, slots: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
+    """x [T, D] fp32 -> [T, D] fp32, nothing rounded."""
+    out = torch.zeros_like(x)
+    for slot in picks.unique().tolist():
+        w13, w2 = decode(slots[slot], RECORD)
+        rows, k = (picks == slot).nonzero(as_tuple=True)
+        gate, up = (x[rows] @ w13.t()).chunk(2, 1)
+        hidden = torch.nn.functional.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
+        out.index_add_(0, rows, weights[rows, k, None] * (hidden @ w2.t()))
+    return out
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+def why(error: BaseException) -> str:
+    """The error's last line, and where it came from."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    last = (str(error).strip() or "no message").splitlines()[-1]
+    return f"{type(error).__name__}: {last[:300]} ({Path(frame.filename).name}, line {frame.lineno})"
+
+
+def graph_of(work: Work, launches: int) -> torch.cuda.CUDAGraph:
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            work()
+    graph.replay()
+    return graph
+
+
+def in_turns(works: dict[str, Work], rounds: int, repeats: int, launches: int = IN_GRAPH) -> dict[str, list[float]]:
+    """Microseconds of a launch of each, `repeats` medians; works whose graph cannot be captured are left out, aloud."""
+    graphs = {}
+    for name, work in works.items():
+        try:
+            graphs[name] = graph_of(work, launches)
+        except Exception as error:
+            print(f"{name}: not captured: {why(error)}", flush=True)
+    taken: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(repeats):
+        of_round = [{name: timed(graph.replay, 1, launches) for name, graph in graphs.items()} for _ in range(rounds)]
+        for name in graphs:
+            taken[name].append(statistics.median(each[name] for each in of_round))
+    return taken
+
+
+def turns(peer: Peer, x: Tensor, sets: list[Tensor], weights: Tensor) -> Work:
+    ready = itertools.cycle([peer.ready(x, picks, weights) for picks in sets])
+    return lambda: peer(next(ready))
+
+
+def made(variants: list[tuple[str, Callable[[Layer], Peer]]], layer: Layer) -> dict[str, Peer]:
+    peers = {}
+    for name, make in variants:
+        try:
+            peers[name] = make(layer)
+            print(f"{name}: {peers[name].what}", flush=True)
+        except Exception as error:
+            print(f"{name}: does not run here: {why(error)}", flush=True)
+    return peers
+
+
+def right(peers: dict[str, Peer], x: Tensor, picks: Tensor, weights: Tensor, wanted: Tensor) -> dict[str, Peer]:
+    """Those that compute the same; what they are off is printed."""
+    kept = {}
+    for name, peer in list(peers.items()):
+        try:
+            off = apart(peer(peer.ready(x.bfloat16(), picks, weights)), wanted)
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(f"{name}: {len(x)} rows: does not run here: {why(error)}", flush=True)
+            continue
+        print(f"{name}: {len(x)} rows: {off:.1e} of the norm", flush=True)
+        if off < SAME:
+            kept[name] = peer
+        else:
+            print(f"{name}: computes something else, left out", flush=True)
+    return kept
+
+
+def decode_rows(slots: Tensor, peers: dict[str, Peer], best: float, rounds: int, repeats: int, timing: bool) -> None:
+    lines = []
+    for rows, distinct in CASES:
+        sets = [picked(rows, distinct, seed, EXPERTS) for seed in range(SETS)]
+        x, weights = activations(rows), torch.rand(rows, TOP_K, device="cuda")
+        wanted = exact(x, slots, sets[0], weights)
+        own = lambda p, x=x, w=weights: experts_triton.grouped_experts(x, slots, RECORD, p, w, LIMIT)  # noqa: E731
+        print(f"ours: {rows} rows: {apart(own(sets[0]), wanted):.1e} of the norm", flush=True)
+        kept = right(peers, x, sets[0], weights, wanted)
+        if not timing:
+            continue
+        turn = itertools.cycle(sets)
+        works: dict[str, Work] = {"ours": lambda own=own, turn=turn: own(next(turn))}  # type: ignore[misc]
+        works |= {name: turns(peer, x.bfloat16(), sets, weights) for name, peer in kept.items()}
+        took = in_turns(works, rounds, repeats)
+        us = statistics.median(took["ours"])
+        for name, each in took.items():
+            rate = distinct * RECORD.nbytes / statistics.median(each) / 1e3
+            ratio = statistics.median(each) / us
+            lines.append(
+                f"| {rows}, {distinct} | {name} | {spread(each)} | {rate:,.0f} | {rate / best:.0%} | {ratio:.2f} |"
+            )
+    if timing:
+        print("\n| rows, experts | kernel | us | GB/s | share | times ours |\n|---|---|---|---|---|---|")
+        print("\n".join(lines), flush=True)
+
+
+def chunk(slots: Tensor, peers: dict[str, Peer], rounds: int, repeats: int, timing: bool) -> None:
+    """CHUNK rows of a prompt, picks spread evenly."""
+    x, weights = activations(CHUNK), torch.rand(CHUNK, TOP_K, device="cuda")
+    picks = torch.rand(CHUNK, EXPERTS, device="cuda").topk(TOP_K).indices.to(torch.int32)
+    wanted = exact(x, slots, picks, weights)
+    own = lambda: experts_chunk_triton.grouped_experts(x, slots, RECORD, picks, weights, LIMIT)  # noqa: E731
+    print(f"ours: {CHUNK} rows: {apart(own(), wanted):.1e} of the norm", flush=True)
+    kept = right(peers, x, picks, weights, wanted)
+    if not timing:
+        return
+    works = {"ours": own} | {name: turns(peer, x.bfloat16(), [picks], weights) for name, peer in kept.items()}
+    took = in_turns(works, rounds, repeats, 1)
+    print("\n| rows of a chunk | kernel | ms | times ours |\n|---|---|---|---|")
+    for name, each in took.items():
+        ratio = statistics.median(each) / statistics.median(took["ours"])
+        print(f"| {CHUNK} | {name} | {spread([us / 1e3 for us in each], 2)} | {ratio:.2f} |", flush=True)
+
+
+def show(places: list[Path], folder: Path, best: float, rounds: int, repeats: int, timing: bool = True) -> None:
+    slots = filled(EXPERTS)
+    layer = layer_of(slots, RECORD, TOP_K, LIMIT)
+    peers = made(list(found(places, folder)), layer)
+    del layer
+    decode_rows(slots, peers, best, rounds, repeats, timing)
+    chunk(slots, peers, rounds, repeats, timing)
