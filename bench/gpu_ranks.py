@@ -1,11 +1,15 @@
 """A decode step of two ranks on two GPUs of this machine, at the real shapes, its collectives inside the graphs; and
-the collectives alone.
+the collectives alone: by NCCL, and where the GPUs read each other's memory by one launch (`parallel.one_shot`).
 
 Each rank is a process: `show` starts both, and prints what rank 0 found."""
 
 import json
+import os
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,13 @@ from bench.gpu_step import prepared, step_table
 from bench.gpu_timing import microseconds, spread
 from bench.synthetic import real_shapes
 from tided.engine.dataplane import TorchGroup
+from tided.engine.link_probe import measure
 from tided.engine.local_ranks import free_port, run_ranks
+from tided.models.deepseek_v41.captured import DecodeSteps
 from tided.settings import Cache, Engine, Experts, Model, Parallel, Settings
 
 RANKS, TIMEOUT_S = 2, 400.0
+LOGITS = [("concat", (1, 64640)), ("concat", (6, 64640))]
 ASKED = ("layers", "resident", "context", "rows", "rounds", "repeats")
 
 
@@ -28,7 +35,10 @@ def show(best: float, options: Any) -> None:
     if torch.cuda.device_count() < RANKS:
         print(f"\nranks: this machine has {torch.cuda.device_count()} GPU, {RANKS} are needed")
         return
-    asked = json.dumps({**{name: getattr(options, name) for name in ASKED}, "best": best, "port": free_port()})
+    asked = json.dumps(
+        {name: getattr(options, name) for name in ASKED}
+        | {"best": best, "port": free_port(), "one_shot": torch.cuda.can_device_access_peer(0, 1)}
+    )
     with tempfile.TemporaryDirectory() as folder:
         try:
             run_ranks([__file__, asked], Path(folder), RANKS, TIMEOUT_S)
@@ -36,24 +46,29 @@ def show(best: float, options: Any) -> None:
             print(f"\n{RANKS} ranks\n\n" + (Path(folder) / "rank-0.log").read_text(errors="replace"), flush=True)
 
 
-def joined(port: int, rank: int) -> TorchGroup:
+def joined(port: int, rank: int, one_shot: bool) -> TorchGroup:
     return TorchGroup(
         Settings(
             model=Model(path="none", served_name="synthetic"),
             experts=Experts(resident=10_000),
             cache=Cache(context_tokens=8192, pool_tokens=65536),
             engine=Engine(device="cuda"),
-            parallel=Parallel(ranks=RANKS, data_port=port),
+            parallel=Parallel(ranks=RANKS, data_port=port, one_shot=one_shot),
         ),
         rank,
     )
 
 
+def ways(group: TorchGroup) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+    both: dict[str, Callable[[], AbstractContextManager[None]]] = {"NCCL": group.by_library}
+    return both | ({"one launch": nullcontext} if group.one_shot else {})
+
+
 def collectives(group: TorchGroup, repeats: int) -> None:
     print("| collective, in a graph | bytes a rank | us |\n|---|---|---|")
-    for what, shape in (("sum", (1, 5120)), ("sum", (6, 5120)), ("sum", (16, 5120)), ("concat", (6, 64640))):
-        part = torch.randn(shape, device="cuda")
-        work = group.sum if what == "sum" else group.concat
+    works = {"gather": group.gather, "sum": group.sum, "concat": group.concat}
+    for what, shape in [(what, (rows, 5120)) for what in ("gather", "sum") for rows in (1, 6, 16)] + LOGITS:
+        part, work = torch.randn(shape, device="cuda"), works[what]
         took = [microseconds(lambda w=work, p=part: w(p), 10) for _ in range(repeats)]  # type: ignore[misc]
         print(f"| {what} of {list(shape)} | {part.nbytes:,} | {spread(took)} |", flush=True)
 
@@ -76,18 +91,28 @@ def agree(group: TorchGroup, model: Any, rows: int, context: int) -> tuple[bool,
 def main() -> None:
     asked, rank = json.loads(sys.argv[1]), int(sys.argv[3])
     torch.cuda.set_device(rank)
-    group = joined(asked["port"], rank)
-    collectives(group, asked["repeats"])
+    group = joined(asked["port"], rank, asked["one_shot"])
+    print(measure(group, torch.device("cuda")))
+    for name, way in ways(group).items():
+        print(f"\nby {name}\n")
+        with way():
+            collectives(group, asked["repeats"])
+    group.check()
     room = max(asked["rows"]) * (asked["context"] + 256)
     model = real_shapes(asked["layers"], asked["resident"], room, group=group)
-    with torch.inference_mode():
-        same, calls = agree(group, model, max(asked["rows"]), asked["context"])
-        print(f"\n{calls} collectives a step; the ranks' logits are {'the same bits' if same else 'NOT THE SAME'}")
-        for rows in asked["rows"]:
-            step_table(model, rows, asked["context"], asked["rounds"], asked["repeats"], asked["best"])
+    for name, way in ways(group).items():
+        model = replace(model, steps=DecodeSteps())
+        with way(), torch.inference_mode():
+            same, calls = agree(group, model, max(asked["rows"]), asked["context"])
+            bits = "the same bits" if same else "NOT THE SAME"
+            print(f"\nby {name}: {calls} collectives a step; the ranks' logits are {bits}")
+            for rows in asked["rows"]:
+                step_table(model, rows, asked["context"], asked["rounds"], asked["repeats"], asked["best"])
     torch.cuda.synchronize()
-    print(flush=True)
+    group.check()
     group.close()
+    sys.stdout.flush()
+    os._exit(0)  # as a daemon ends: NCCL does not let go while graphs hold collectives
 
 
 if __name__ == "__main__":

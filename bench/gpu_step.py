@@ -32,7 +32,7 @@ PARTS = {
     "router": "^_route",
     "index": "^_index|^_compressor",
     "Engram": "^_engram",
-    "collectives": "nccl|^_reduce",
+    "collectives": "nccl|^_one_shot",
 }
 GB10_GBS, GB10_NODE_US = 232.0, 1.5
 PREFILL_TOKENS = 8192

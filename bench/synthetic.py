@@ -47,6 +47,9 @@ class OneOfTwo:
     def concat(self, part: Tensor) -> Tensor:
         return torch.cat([part, part], -1)
 
+    def check(self) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class RandomWeights:

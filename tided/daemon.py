@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     code = uvloop.run(_run(settings, rank, keys, state, profile.stem))
     claim.release()
+    if settings.parallel.ranks > 1:
+        _leave(code, False)  # NCCL may still hold on to captured graphs: see `TorchGroup.close`
     return code
 
 

@@ -239,6 +239,14 @@ class Parallel(Section, frozen=True):
     gid_index: Annotated[
         int, _doc("node", "Their GID, as NCCL_IB_GID_INDEX counts (RoCE v2: often 3); -1: NCCL chooses.", ge=-1, le=255)
     ] = -1
+    one_shot: Annotated[
+        bool,
+        _doc(
+            "numbers",
+            "Ranks on one host join small parts by one launch that reads the other GPUs' memory (CUDA IPC, NVLink), "
+            "not by NCCL.",
+        ),
+    ] = False
     key_file: Annotated[
         str,
         _doc(

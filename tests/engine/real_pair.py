@@ -67,6 +67,9 @@ class ThreadGroup:
     def concat(self, part: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._gather(part), dim=-1)
 
+    def check(self) -> None:
+        pass
+
 
 class Living:
     """An engine that is turned by hand, with all it said; the other ranks are threads, which follow."""

@@ -95,8 +95,8 @@ FILE:18:3: error: element 2 of 'parallel.hosts' must be a string that is not emp
 FILE:19:1: error: unknown key 'parallel.port'
  19 | port = 3
     | ^^^^
-    = rule: [parallel] has the keys ranks, hosts, control_port, data_port, interface, hca, gid_index, key_file, \
-heartbeat_s, peer_timeout_s, step_timeout_s, start_timeout_s
+    = rule: [parallel] has the keys ranks, hosts, control_port, data_port, interface, hca, gid_index, one_shot, \
+key_file, heartbeat_s, peer_timeout_s, step_timeout_s, start_timeout_s
     = help: 'port' belongs to [server]
 
 FILE:21:2: error: unknown section 'serve'

@@ -9,6 +9,9 @@ Measured on [1, 256] fp32 over loopback, two cores, median ms:
     2       0.12     0.20               0.22
     4       0.26     3.8                4.5
 
+Ranks on one host whose devices read each other's memory may join small parts by a launch of their own instead
+(`parallel.one_shot`, `engine.one_shot`): what does not fit there goes by NCCL.
+
 Neither the rendezvous nor the data is encrypted or authenticated (torch offers neither): on more than one node, the
 link must be private to them. Both listen on the link's address alone.
 """
@@ -20,9 +23,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -33,18 +37,25 @@ from tided.control.wire import all_local, leader_ip, listen_tcp
 from tided.errors import ConfigError, PairError, UnavailableError
 from tided.settings import Parallel, Settings
 
+if TYPE_CHECKING:
+    from tided.engine.one_shot import OneShot
+
 COLLECTIVE_STEPS = 1.5  # a wait in a collective, in longest steps: whoever watches the engine's steps says more
 MEET_POLL_S = 0.05
 CLOSE_S = 5.0  # for the library to let go of the group
 SIOCGIFADDR = 0x8915
+MOST_SHARING = 8  # ranks whose flags fit a region of `kernels.one_shot_triton`
 Join = Callable[[Sequence[Tensor]], Tensor]
 
 
 class TorchGroup:
-    """`tided.models.parallel.Group` of more than one rank. One a process; used by the engine thread alone.
+    """`tided.models.parallel.Group` of more than one rank. One a process; used by the engine thread alone. `one_shot`
+    takes the parts that fit it, where the settings ask for it.
 
     `calls` and `seconds`: collectives so far, and the time that the calling thread spent in them, waiting for slower
     ranks included. On CUDA that is the time to launch them: the device waits, the thread does not."""
+
+    one_shot: "OneShot | None" = None
 
     def __init__(self, settings: Settings, rank: int) -> None:
         """Meets the other ranks. Raises UnavailableError when they do not come or the port is in use."""
@@ -53,19 +64,27 @@ class TorchGroup:
         on_cuda = settings.engine.device == "cuda"
         _choose_interface(settings.parallel, rank, "NCCL_SOCKET_IFNAME" if on_cuda else "GLOO_SOCKET_IFNAME")
         _choose_adapters(settings.parallel, on_cuda)
+        refuse_one_shot(settings.parallel, on_cuda)
         self._store = _meet(settings.parallel, rank)
+        patience_s = COLLECTIVE_STEPS * settings.parallel.step_timeout_s
         try:
             dist.init_process_group(
                 "nccl" if on_cuda else "gloo",
                 store=self._store,
                 rank=rank,
                 world_size=self.ranks,
-                timeout=timedelta(seconds=COLLECTIVE_STEPS * settings.parallel.step_timeout_s),
+                timeout=timedelta(seconds=patience_s),
             )
         except Exception as error:
             raise UnavailableError(f"rank {rank} cannot join the data plane: {_first_line(error)}") from error
         self._group = dist.distributed_c10d._get_default_group()
         self._combine = self._everywhere if on_cuda else self._by_rank_0
+        if settings.parallel.one_shot:
+            from tided.engine import one_shot  # a compiler, which a CPU need not have
+
+            self.one_shot = one_shot.opened(
+                self._store, rank, self.ranks, settings.parallel.start_timeout_s, patience_s
+            )
 
     def sum(self, part: Tensor) -> Tensor:
         """fp32, any shape."""
@@ -80,6 +99,20 @@ class TorchGroup:
     def concat(self, part: Tensor) -> Tensor:
         """[..., n] -> [..., ranks * n]; any type."""
         return self._timed(part, _concat)
+
+    def check(self) -> None:
+        """Raises PairError if a launch that is over waited in vain for another rank."""
+        if self.one_shot is not None:
+            self.one_shot.check()
+
+    @contextmanager
+    def by_library(self) -> Iterator[None]:
+        """Everything goes by NCCL meanwhile; on all ranks at once."""
+        kept, self.one_shot = self.one_shot, None
+        try:
+            yield
+        finally:
+            self.one_shot = kept
 
     def meet(self, where: str, wait_s: float, meanwhile: Callable[[], None]) -> None:
         """Returns when every rank has come here, once for each `where`; `meanwhile` is called until then, and ends the
@@ -98,8 +131,11 @@ class TorchGroup:
 
     def close(self) -> None:
         """Lets go without waiting for anybody: a peer may be dead, and an orderly destroy would wait for it. NCCL may
-        never let go while captured graphs hold collectives: then it is left behind, for the process to end with; so it
-        is where no thread can begin any more, and what brought the rank here is told."""
+        never let go while captured graphs hold collectives: then it is left behind, for a process that ends by
+        `os._exit`, since in an orderly exit the library's destructors abort it; so it is where no thread can begin any
+        more, and what brought the rank here is told."""
+        if self.one_shot is not None:
+            self.one_shot.end()
         ending = threading.Thread(target=self._abort, name="data plane's end", daemon=True)
         with suppress(RuntimeError):
             ending.start()
@@ -140,6 +176,8 @@ class TorchGroup:
         return result
 
     def _everywhere(self, part: Tensor, join: Join) -> Tensor:
+        if self.one_shot is not None and self.one_shot.takes(part):
+            return self.one_shot(part, KINDS[join])
         gathered = part.new_empty((self.ranks, *part.shape))
         self._group._allgather_base(gathered.view(-1), part.view(-1)).wait()
         return gathered if join is _stack else join(gathered.unbind(0))
@@ -158,6 +196,9 @@ def _concat(parts: Sequence[Tensor]) -> Tensor:
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(parts))
+
+
+KINDS: dict[Join, int] = {_add: 0, _stack: 1, _concat: 2}  # of `kernels.one_shot_triton`
 
 
 def _joined_shape(part: Tensor, ranks: int, join: Join) -> tuple[int, ...]:
@@ -214,6 +255,23 @@ def _choose_adapters(parallel: Parallel, on_cuda: bool) -> None:
         os.environ["NCCL_IB_GID_INDEX"] = str(parallel.gid_index)
     elif not os.environ.get("NCCL_IB_GID_INDEX", "").strip():
         os.environ.pop("NCCL_IB_GID_INDEX", None)  # NCCL would take an empty one for index 0
+
+
+def refuse_one_shot(parallel: Parallel, on_cuda: bool) -> None:
+    """Raises ConfigError where the ranks cannot share memory, by the profile's word; the devices are asked later."""
+    if not parallel.one_shot:
+        return
+    why = ""
+    if not on_cuda:
+        why = 'engine.device is not "cuda"'
+    elif not all_local(parallel):
+        why = f"parallel.hosts names {len(set(parallel.hosts))} hosts"
+    elif parallel.ranks > MOST_SHARING:
+        why = f"parallel.ranks is {parallel.ranks}, above {MOST_SHARING}"
+    if why:
+        raise ConfigError(
+            f"parallel.one_shot is for CUDA ranks that share one host: {why}", hint="set parallel.one_shot to false"
+        )
 
 
 def _interface_of(host: str) -> str:

@@ -73,6 +73,7 @@ class Executor:
             self._prefill(step.work, outcome)
         elif isinstance(step.work, Decode):
             self._decode(step.work, outcome)
+        self._group.check()
         self._settle(outcome)
         for lane in step.save:
             if lane not in outcome.failed:

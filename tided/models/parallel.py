@@ -24,6 +24,10 @@ class Group(Protocol):
         """The ranks' `part` [..., n] joined along the last dimension in rank order: [..., ranks * n]."""
         ...
 
+    def check(self) -> None:
+        """Raises PairError if a collective that the device has done went without a rank. Asks no device."""
+        ...
+
 
 class Alone:
     """The group of one rank."""
@@ -39,6 +43,9 @@ class Alone:
 
     def concat(self, part: Tensor) -> Tensor:
         return part
+
+    def check(self) -> None:
+        pass
 
 
 def share(length: int, group: Group) -> slice:
