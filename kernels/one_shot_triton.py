@@ -11,9 +11,9 @@ ranks agree on, and no launch waits for a whole grid.
   k - 1, so no peer reads what it left in k - 2 any more.
 - A flag is written by one peer, with release, and read where it lies, with acquire: both at the system's scope. What
   is not the kernel's own is read past the first cache.
-- No wait is without a bound: after `patience` the program marks `STOPPED` in the rank's own memory and says which peer
-  it missed in a word that the host sees, and goes on with what is there. From then on nothing waits. The host ends all
-  waits by that word too.
+- No wait is without a bound: after `patience` the program says which peer it missed, in the rank's own memory and in a
+  word that the host sees, and goes on with what is there. From then on no launch waits longer than it takes to look at
+  that. The host ends all waits by its word too.
 
 On a device the bound is counted in nanoseconds, in the interpreter in polls."""
 

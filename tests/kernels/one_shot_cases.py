@@ -8,6 +8,7 @@ python tests/kernels/one_shot_cases.py interpreter   ranks are processes, their 
 
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from contextlib import ExitStack
@@ -110,11 +111,14 @@ def streams():
         torch.cuda.synchronize()
         expect_error(lost)
         words[rank].zero_()
-    for region in memory:
-        region.zero_()
+        for region in memory:
+            region.zero_()
     print(f"compiled, and nobody came: {time.monotonic() - began_s:.1f} s", flush=True)
-    ones = [OneShot(rank, regions[rank], words[rank], WAIT_S) for rank in range(2)]
+    ones = [OneShot(rank, regions[rank], words[rank], 10.0) for rank in range(2)]
     sides = [torch.cuda.Stream() for _ in ones]
+    for side in sides:  # so that nothing is asked of the driver while one waits for the other
+        with torch.cuda.stream(side):
+            _ = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (64 << 20, *[512 << 10] * 8)]
     for seed in range(3):
         for shape in MANY:
             parts = [awkward(rank, shape, seed) for rank in range(2)]
@@ -143,8 +147,29 @@ def streams():
         assert [int(step.count) for step in steps] == [1000, 1000]
         assert [int(step.wrong) for step in steps] == [0, 0], shape
     print(f"replayed: {time.monotonic() - began_s:.1f} s", flush=True)
+    for kind, shape in ((STACKED, (1, 5120)), (STACKED, (6, 5120)), (ADDED, (16, 5120)), (SIDE_BY_SIDE, (6, 64640))):
+        print(f"kind {kind} of {list(shape)}: {launch_us(ones, sides, kind, shape):.2f} us", flush=True)
     late_s = missing(ones[0])
     print(f"a peer that does not come ends it after {late_s:.2f} s of 0.3", flush=True)
+
+
+def launch_us(ones, sides, kind, shape, launches=20, rounds=20):
+    """Of one launch among several in a graph, on both streams at once."""
+    graphs, part, times = [torch.cuda.CUDAGraph() for _ in ones], torch.ones(shape, device="cuda"), []
+    for one, side, graph in zip(ones, sides, graphs, strict=True):
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            for _ in range(launches):
+                one(part, kind)
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for side, graph in zip(sides, graphs, strict=True):
+            with torch.cuda.stream(side):
+                begin.record()
+                graph.replay()
+                end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / launches)
+    return statistics.median(times)
 
 
 def expect_error(one):

@@ -282,6 +282,8 @@ def test_frames_that_do_not_reach_the_other_node_whole(machine: Scripted, view: 
 def test_the_link_s_speed_as_a_start_measured_it(view: View) -> None:
     fast = {"sum_us": 60.0, "sum_bytes": 40_960, "large_sum_gb_s": 15.0}
     assert links.collective(running(view, data_plane=fast)).verdict == "ok"
+    both = fast | {"one_shot": {"sum_us": 20.0, "large_sum_gb_s": 90.0}}
+    assert links.collective(running(view, data_plane=both)).evidence.endswith("; by one launch 20 us, 90.00 GB/s")
     found = links.collective(running(view, data_plane={**fast, "sum_us": 2100.0, "large_sum_gb_s": 0.9}))
     assert found.verdict == "warn"
     assert (

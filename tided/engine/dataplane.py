@@ -82,9 +82,13 @@ class TorchGroup:
         if settings.parallel.one_shot:
             from tided.engine import one_shot  # a compiler, which a CPU need not have
 
-            self.one_shot = one_shot.opened(
-                self._store, rank, self.ranks, settings.parallel.start_timeout_s, patience_s
-            )
+            try:
+                self.one_shot = one_shot.opened(
+                    self._store, rank, self.ranks, settings.parallel.start_timeout_s, patience_s
+                )
+            except UnavailableError:
+                self.close()
+                raise
 
     def sum(self, part: Tensor) -> Tensor:
         """fp32, any shape."""

@@ -30,8 +30,8 @@ class Offer(msgspec.Struct, frozen=True):
 
 class OneShot:
     """One a process, used by one thread and on one stream at a time. regions int64 [ranks + 1] on the device: where the
-    ranks' regions lie for this process, and `word`, int64 [1] that host and device see. `patience_s`: longest wait for
-    a peer within a launch."""
+    ranks' regions lie for this process, and `word`, int64 [1] that host and device see at one address (pinned).
+    `patience_s`: longest wait for a peer within a launch."""
 
     def __init__(self, rank: int, regions: Tensor, word: Tensor, patience_s: float) -> None:
         self.rank, self.ranks = rank, len(regions) - 1
@@ -54,7 +54,7 @@ class OneShot:
         if 0 < word < ENDED:
             raise PairError(
                 f"rank {self.rank} waited {self._patience_s:g} s on its device for rank {word - 1}, in a collective",
-                hint="rank N's own log says where it stood: parallel.step_timeout_s bounds this wait",
+                hint=f"the log of rank {word - 1} shows where it stood",
             )
 
     def end(self) -> None:

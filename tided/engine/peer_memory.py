@@ -26,6 +26,7 @@ class Handle(ctypes.Structure):
 
 def lend(nbytes: int) -> tuple[int, bytes]:
     """Address of new memory of zeros, and what another process opens it by. Raises UnavailableError."""
+    torch.cuda.synchronize()  # makes the device's context this thread's, should it be the first call
     address, handle = ctypes.c_uint64(), Handle()
     size = ctypes.c_size_t(-(-nbytes // GRAIN_BYTES) * GRAIN_BYTES)
     _call("cuMemAlloc_v2", ctypes.byref(address), size)
