@@ -112,6 +112,12 @@ class Rows:
     def raw(self) -> Any:
         return np.resize(self._raw, (self._count, *self._raw.shape[1:]))
 
+    def put(self, out: Any) -> None:
+        out[:] = self._raw[: self._count]
+
+    def remember(self) -> None:
+        pass
+
     def take(self, device: torch.device) -> Tensor:
         return torch.randn(self._count, self._raw.shape[1] * 256, device=device)
 

@@ -1,15 +1,16 @@
-"""Decode steps as CUDA graphs: one for each number of rows, in as many pieces as there are places where Engram rows
-must have come from the disk.
+"""Decode steps as CUDA graphs: one for each number of rows, in pieces, which end where Engram rows must have come from
+the disk, and early: a graph begins to run once all of it is launched.
 
 The first step of a number of rows runs eagerly: it is a real step, and it compiles the kernels. Then the same code is
 captured, which runs nothing. (`engine.warming` has it done before a rank serves.) From then on a step is: a copy
 of what its rows are (positions, and the addresses of their lanes' memory), the pieces, and the logits. Whatever else
-changes between steps is read where it lies: routing tables and expert slots, pages, rings. The host reads nothing.
+changes between steps is read where it lies: routing tables and expert slots, pages, rings. The host reads nothing, and
+before the first piece does nothing but tell what the rows are: the device has no work until then.
 
 A lane's rows of an open group (`Remainder`) are views of the ring where the kernels keep them, so a context can be
 copied, parked and taken back as anywhere else."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -37,40 +38,51 @@ class Recent:
     """A lane's newest projections of layers that compress several tokens: [layers, RECENT_TOKENS, 2, d] fp32, rows and
     gates, a token's by its position."""
 
-    def __init__(self, model: "DeepseekV41") -> None:
-        self._ratios = {layer: model.blocks[layer].attention.ratio for layer in model.remainder_layers}
-        shape = (max(1, len(self._ratios)), RECENT_TOKENS, 2, model.context_shape.head_dim)
+    def __init__(self, model: "DeepseekV41", windows: Tensor) -> None:
+        ratios = {layer: model.blocks[layer].attention.ratio for layer in model.remainder_layers}
+        self._layers = [(place, layer, ratio) for place, (layer, ratio) in enumerate(ratios.items())]
+        shape = (max(1, len(ratios)), RECENT_TOKENS, 2, model.context_shape.head_dim)
         self.data: Tensor = torch.zeros(shape, device=model.norm.device)
+        self.address, self.windows_address = self.data.data_ptr(), windows.data_ptr()
         self._views: dict[tuple[int, int], Remainder] = {}
 
     def open_groups(self, end: int) -> dict[int, Remainder]:
         """What a context of `end` tokens has of groups that are open."""
-        return {layer: self._view(layer, end, end % ratio) for layer, ratio in self._ratios.items() if end % ratio}
+        return {layer: self._view(place, end, end % ratio) for place, layer, ratio in self._layers if end % ratio}
 
     def adopt(self, context: Context) -> None:
         """What the context holds of open groups, if others than the kernels left it."""
-        for layer, held in context.remainders.items():
-            mine = self._view(layer, context.position, len(held.rows))
-            if held.rows.data_ptr() != mine.rows.data_ptr():
-                mine.rows.copy_(held.rows)
-                mine.gates.copy_(held.gates)
+        for layer, mine in self.open_groups(context.position).items():
+            theirs = context.remainders.get(layer, mine)
+            if theirs is not mine and theirs.rows.data_ptr() != mine.rows.data_ptr():
+                mine.rows.copy_(theirs.rows)
+                mine.gates.copy_(theirs.gates)
 
-    def _view(self, layer: int, end: int, count: int) -> Remainder:
+    def _view(self, place: int, end: int, count: int) -> Remainder:
         """A group begins at a multiple of its size, and so does not wrap."""
-        first, place = (end - count) % RECENT_TOKENS, list(self._ratios).index(layer)
-        if (layer, end % RECENT_TOKENS) not in self._views:
+        last = end % RECENT_TOKENS
+        view = self._views.get((place, last))
+        if view is None:
+            first = (end - count) % RECENT_TOKENS
             rows = self.data[place, first : first + count]
-            self._views[layer, end % RECENT_TOKENS] = Remainder(rows[:, 0], rows[:, 1])
-        return self._views[layer, end % RECENT_TOKENS]
+            view = self._views[place, last] = Remainder(rows[:, 0], rows[:, 1])
+        return view
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A step's pieces, each a graph and the Engram layer that comes behind it, and where they leave the logits. A step
-    that runs eagerly later leaves its own elsewhere."""
+    """A step's pieces, each a graph and the layer that comes behind it, and where they leave the logits. A step that
+    runs eagerly later leaves its own elsewhere."""
 
     pieces: list[tuple[Any, int | None]]
     logits: Tensor
+
+    def parts(self) -> Iterator[int]:
+        """As `DecodeStep.parts`."""
+        for graph, follows in self.pieces:
+            graph.replay()
+            if follows is not None:
+                yield follows
 
 
 @dataclass
@@ -115,71 +127,63 @@ class DecodeSteps:
         added up, so both are copied."""
         rows = len(token_ids)
         made = self._prepared.get(rows) or self._prepare(model, rows)
-        spans = [
-            Span(lane, lane.position + i, first, 1)
-            for first, (lane, i) in enumerate(
-                (lane, i) for lane, n in zip(contexts, counts, strict=True) for i in range(n)
-            )
-        ]
-        meta, ids, tap = made.step.inputs.meta, token_ids.cpu().numpy(), model.blocks[0].moe.bank.tap
+        ids, bank = token_ids.cpu().numpy(), model.blocks[0].moe.bank
+        waits = bank.urgent is not None and bank.urgent.active
         if alone:
-            tap.add_up()  # what the step before left lies where this one writes
+            bank.tap.add_up()  # what the step before left lies where this one writes
         made.copies.wait()
-        self._describe(model, made, spans, ids)
-        # The demand of a step that may wait for experts keeps whose rows these are; the next run writes over `meta`.
-        lanes = meta[:, LANE] if alone else meta[:, LANE].clone()
-        step = Pass(spans, meta[:, POSITION], lanes, meta, meta)
-        urgent = model.blocks[0].moe.bank.urgent
-        made.step.waiting = step if urgent is not None and urgent.active else None
-        asked = dict[int, Asked]()
-
-        def fetch(layer: int) -> None:
-            """Rows are asked for once the device has its first work, and taken where the next needs them."""
-            asked.update(asked or model.engrams.ask(step, ids))
-            made.host[layer].numpy()[:] = asked[layer].raw()
-            made.step.inputs.engram[layer].copy_(made.host[layer], non_blocking=True)
-
+        self._describe(model, made, contexts, counts, ids)
+        step = made.step.waiting = _pass(made, contexts, counts, alone) if waits else None
+        captured = None if waits else made.captured
+        parts = made.step.parts() if captured is None else captured.parts()
         try:
-            if made.captured is None or made.step.waiting is not None:
-                for layer in made.step.parts():
-                    fetch(layer)
-                assert made.step.logits is not None
-                logits = made.step.logits
-            else:
-                for graph, follows in made.captured.pieces:
-                    graph.replay()
-                    if follows is not None:
-                        fetch(follows)
-                logits = made.captured.logits
+            layer = next(parts, None)
+            # The device has its first work: what follows is done beside it.
+            step = step or _pass(made, contexts, counts, alone)
+            history = model.engrams.begin(step, ids)
+            asked = dict[int, Asked]()
+            while layer is not None:
+                if layer in made.host:
+                    asked[layer] = asked.get(layer) or model.engrams.ask_for(layer, history)
+                    asked[layer].put(made.host[layer].numpy())
+                    made.step.inputs.engram[layer].copy_(made.host[layer], non_blocking=True)
+                layer = next(parts, None)
+                for later in made.host.keys() - asked.keys():
+                    asked[later] = model.engrams.ask_for(later, history)
         finally:
             made.copies.made()
-        if not asked:
-            model.engrams.ask(step, ids)  # no layer wants rows: the lanes' tails move on all the same
-        if made.step.waiting is None:
-            wish = made.wish._replace(lanes=tuple(span.lane.index for span in spans))
-            wish = wish if alone else wish.copied()
-            tap.record_step(wish)
+        for rows_of in asked.values():
+            rows_of.remember()
+        logits = made.step.logits if captured is None else captured.logits
+        assert logits is not None
+        if not waits:
+            wish = made.wish._replace(lanes=tuple(span.lane.index for span in step.spans))
+            bank.tap.record_step(wish if alone else wish.copied())
             if made.captured is None and self.captures and logits.is_cuda:
                 made.captured = self._capture(made.step)
-        for span in spans:
+        for span in step.spans:
             left = self._recent[span.lane].open_groups(span.end)
             if span.after is not None:
                 span.after.remainders.update(left)
             span.lane.remainders, span.lane.position = left, span.end
         return logits if alone else logits.clone()
 
-    def _describe(self, model: "DeepseekV41", made: Prepared, spans: list[Span], ids: Any) -> None:
+    def _describe(
+        self, model: "DeepseekV41", made: Prepared, contexts: list[Context], counts: Sequence[int], ids: Any
+    ) -> None:
         """Tells the device what the rows are, in one copy."""
-        fields, first = made.meta.numpy(), {}
-        for row, span in enumerate(spans):
-            lane = span.lane
-            if lane not in first:
-                first[lane] = (row, span.start)
-                if lane not in self._recent:
-                    self._recent[lane] = Recent(model)
-                self._recent[lane].adopt(lane)
-            addresses = (t.data_ptr() for t in (lane.windows, lane.page_table, self._recent[lane].data))
-            fields[row] = (ids[row], span.start, lane.index, *addresses, *first[lane])
+        fields = list[tuple[int, ...]]()
+        tokens = iter(ids.tolist())
+        for lane, count in zip(contexts, counts, strict=True):
+            recent = self._recent.get(lane)
+            if recent is None:
+                recent = self._recent[lane] = Recent(model, lane.windows)
+            recent.adopt(lane)
+            first, start, pages = len(fields), lane.position, lane.page_table.data_ptr()
+            of_lane = (lane.index, recent.windows_address, pages, recent.address, first, start)
+            for position in range(start, start + count):
+                fields.append((next(tokens), position, *of_lane))
+        made.meta.numpy()[:] = fields
         made.step.inputs.meta.copy_(made.meta, non_blocking=True)
 
     def _prepare(self, model: "DeepseekV41", rows: int) -> Prepared:
@@ -241,6 +245,16 @@ class DecodeSteps:
             pieces.append((graph, layer))
         assert step.logits is not None
         return Captured(pieces, step.logits)
+
+
+def _pass(made: Prepared, contexts: Sequence[Context], counts: Sequence[int], alone: bool) -> Pass:
+    """The rows, each a span. The demand of a step that may wait for experts keeps whose they are; the next run writes
+    over `meta`."""
+    at = [(lane, lane.position + i) for lane, count in zip(contexts, counts, strict=True) for i in range(count)]
+    meta = made.step.inputs.meta
+    lanes = meta[:, LANE] if alone else meta[:, LANE].clone()
+    spans = [Span(lane, start, first, 1) for first, (lane, start) in enumerate(at)]
+    return Pass(spans, meta[:, POSITION], lanes, meta, meta)
 
 
 def _scratch(model: "DeepseekV41") -> "Scratch":

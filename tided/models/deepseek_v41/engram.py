@@ -53,6 +53,17 @@ class Engrams:
 
     def ask(self, step: Pass, token_ids: Ints) -> dict[int, Asked]:
         """token_ids [T] of a pass: begins the reads of all layers and moves the lanes' tails on."""
+        history = self.begin(step, token_ids)
+        return {layer: self.ask_for(layer, history) for layer in self.layers}
+
+    def ask_for(self, layer: int, history: Ints) -> Asked:
+        """history [T, N] of `begin`: begins one layer's reads."""
+        part = self.layers[layer]
+        return part.table.ask(part.hashing.rows_of(history))
+
+    def begin(self, step: Pass, token_ids: Ints) -> Ints:
+        """token_ids [T] of a pass -> what each is looked up by: [T, N] compressed ids, the newest first. Moves the
+        lanes' tails on."""
         compressed, spans = self._vocabulary[token_ids], step.spans
         if step.pictured is not None:
             compressed[step.pictured.cpu().numpy()] = DEAD
@@ -62,14 +73,15 @@ class Engrams:
             if span.lane.undo is not None:
                 span.after = After({}, span.lane.tail)
                 span.lane.undo.after.append(span.after)
-        history = _living(np.concatenate(histories), self._pad_id)
-        return {layer: part.table.ask(part.hashing.rows_of(history)) for layer, part in self.layers.items()}
+        return _living(np.concatenate(histories), self._pad_id)
 
 
 def _histories(lane: Context, ids: Ints, ngram: int) -> Ints:
     """ids [count] of one lane -> [count, ngram]: each id and those before it, the newest first."""
     known = np.concatenate([lane.tail, ids])
     lane.tail = known[len(known) - len(lane.tail) :]
+    if len(ids) == 1:
+        return known[None, : -ngram - 1 : -1]
     newest_first = np.arange(ngram - 1, -1, -1)
     histories: Ints = known[np.arange(len(ids))[:, None] + newest_first]
     return histories

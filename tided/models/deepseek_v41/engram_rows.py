@@ -115,10 +115,23 @@ class Asked:
     def raw(self) -> Bytes:
         """-> [T, columns, row bytes] as the table holds them. Raises DataError if a read failed, UnavailableError if
         one hangs."""
+        self._wait()
+        self.remember()
+        return self.data[self.index]
+
+    def put(self, out: Bytes) -> None:
+        """The same into `out`; `remember` may follow when there is time."""
+        self._wait()
+        np.take(self.data, self.index, axis=0, out=out, mode="clip")  # the mode that needs no buffer
+
+    def remember(self) -> None:
+        """What was read stays in the cache."""
+        if len(self.wanted):
+            self.table.remember(self.distinct[self.wanted], self.data[self.wanted])
+
+    def _wait(self) -> None:
         try:
             for read in self.reads:
                 read.result(READ_TIMEOUT_S)  # begun in this order: it runs by now, or is done
         except TimeoutError as e:
             raise UnavailableError(f"the disk gave no Engram rows for {READ_TIMEOUT_S:.0f} s") from e
-        self.table.remember(self.distinct[self.wanted], self.data[self.wanted])
-        return self.data[self.index]
