@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +102,26 @@ class TimedModel:
 
 
 class TimedSampler:
-    """The executor's sampler, with the seconds of its last call."""
+    """The executor's sampler, with the seconds of its last draw: to begin it, and to have the tokens."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def __call__(self, logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
+        return self.drawing(logits, rows)()
+
+    def drawing(self, logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> Callable[[], list[int]]:
         began = time.perf_counter()
-        tokens = sampling.sample(logits, rows)
+        tokens = sampling.drawing(logits, rows)
         self.seconds = time.perf_counter() - began
-        return tokens
+
+        def finish() -> list[int]:
+            began = time.perf_counter()
+            found = tokens()
+            self.seconds += time.perf_counter() - began
+            return found
+
+        return finish
 
 
 def run_rank(folder: Path, number: int) -> None:
@@ -177,7 +187,7 @@ def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone
     """Decode steps of full lanes, one after the other, after a few that do not count."""
     model, sampler = TimedModel(rank), TimedSampler()
     rank.executor.model = model
-    executor.sample = sampler
+    executor.drawing = sampler.drawing
     limits = scheduler_limits(job.settings)
     engine = LeaderEngine(
         rank.executor, Scheduler(limits), link, lambda events: None, lambda error: None, pilot, rest_after_s=0.0

@@ -224,14 +224,19 @@ def test_without_a_ring_the_plan_at_rest_is_for_what_was_asked():
 
 def test_i6_the_time_of_a_step_ends_when_its_tokens_have_been_read(monkeypatch):
     """A device works on when a launch returns: only who has read its result knows how long it took."""
-    bench, clock, real, took = Bench(), [100.0], executor.sample, []
+    bench, clock, real, took = Bench(), [100.0], executor.drawing, []
     monkeypatch.setattr(core.time, "monotonic", lambda: clock[0])
 
-    def read_from_the_device(*given):
-        clock[0] += 5.0
-        return real(*given)
+    def begins(*given):
+        tokens = real(*given)
 
-    monkeypatch.setattr(executor, "sample", read_from_the_device)
+        def read_from_the_device():
+            clock[0] += 5.0
+            return tokens()
+
+        return read_from_the_device
+
+    monkeypatch.setattr(executor, "drawing", begins)
     bench.engine.scheduler.took = lambda work, seconds, tokens: took.append(seconds)
     bench.submit(request("a", max_tokens=3))
     while "a" not in [getattr(event, "request_id", "") for event in bench.events if isinstance(event, Finished)]:

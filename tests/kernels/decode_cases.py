@@ -3,6 +3,7 @@ interpreter, and on a GPU. Outputs are poisoned; errors are relative, in the Euc
 
 python tests/kernels/decode_cases.py cpu|cuda [name of a case]"""
 
+import math
 import sys
 from collections.abc import Callable
 
@@ -35,6 +36,8 @@ from kernels.numerics import NATIVE
 from kernels.rope import frequencies, rotate_, rotation
 from kernels.rows import matmul
 from kernels.swiglu import clamped_swiglu
+from tided.engine import sampling
+from tided.engine.types import Sampling
 from tided.experts.tables import DemandTap, Together
 
 n = NATIVE
@@ -460,6 +463,40 @@ def case_likeliest() -> None:
             logits[-1, width // 2] = strange
             got = sampling_triton.likeliest(there(logits)).cpu()
             assert torch.equal(got, torch.cat([wanted[:-1], torch.tensor([-1])])), f"{strange} among {width}"
+
+
+LAWS = [
+    {},
+    {"temperature": 0.0},
+    {"top_p": 0.95},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.8},
+    {"temperature": 3.0, "top_k": 3},
+    {"min_p": 0.1},
+    {"top_p": 0.0},
+    {"top_p": 1e-12, "top_k": 10**9},
+    {"temperature": 1e-300},
+    {"temperature": math.inf, "top_p": 0.5},
+    {"min_p": 7.0},
+    {"top_k": 1},
+]
+
+
+def case_draw() -> None:
+    """The token of every law is the one that the CPU draws, whoever is beside it."""
+    for width, spread in [(5, 2.0), (3000, 0.0), (3000, 4.0)] + [(129_280, by) for by in (0.01, 1.0, 4.0)] * LARGE:
+        logits = (torch.randn(len(LAWS), width, generator=draw) * spread).round(decimals=2)  # many equals, both zeros
+        own = [(Sampling(**law, seed=seed), 17) for seed, law in enumerate(LAWS)]
+        wanted = sampling.sample(logits, own)
+        for some in ([*range(len(own))], [1, 0], [2], [4, 1]):
+            law = there(sampling.laws([own[row] for row in some]))
+            top_k, top_p = sampling.bounds_of([own[row] for row in some])
+            for _ in range(2):
+                got = sampling_triton.draw(there(logits[some].clone()), law, top_k, top_p).tolist()
+                assert got == [wanted[row] for row in some], f"of {width}, {spread}: {got}, not {wanted}"
+        for strange in (float("nan"), float("inf"), float("-inf")):
+            logits[3, width // 2] = strange
+            got = sampling_triton.draw(there(logits[:4].clone()), there(sampling.laws(own[:4])), True, True).tolist()
+            assert got == [*wanted[:3], -1], f"{strange} among {width}: {got}"
 
 
 def spare(book: DemandTap) -> list[Tensor]:

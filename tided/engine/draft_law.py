@@ -1,17 +1,28 @@
 """How drafts are drawn inside a CUDA graph: `sampling.drawn_there` for all lanes at once, its numbers in the device's
-memory. It is the same law, with the same noise; a weight may differ from the sampler's own in its last bits, where a
-device divides by a number otherwise than by a tensor of it. A draft that so becomes another one is refused."""
+memory. On CUDA it is the sampler's own kernels; elsewhere the same law by operations, with the same noise."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tided.engine.sampling import _NEVER, _share, _units, drawn_there, noise, rung, signed
+from tided.engine.sampling import (
+    _NEVER,
+    MIN_P,
+    NOISE,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    _share,
+    _units,
+    drawn_by_kernels,
+    drawn_there,
+    noise,
+    rung,
+    signed,
+)
 from tided.engine.types import Sampling
 from tided.models.proposals import Law
-
-TEMPERATURE, NOISE, MIN_P, TOP_K, TOP_P = range(5)  # of a lane at a place; floats as their bits
 
 
 def law_of(lanes: Sequence[tuple[Sampling, int]], places: int) -> Law:
@@ -45,6 +56,8 @@ def ranked(logits: Tensor, told: Tensor) -> Tensor:
 
 
 def _drawn(logits: Tensor, told: Tensor, sorts: bool) -> Tensor:
+    if logits.is_cuda:
+        return drawn_by_kernels(logits, told, sorts, sorts)
     best, temperature = drawn_there(logits, ()), _float(told, TEMPERATURE)
     warm = temperature > 0
     weights = logits.to(torch.float64, copy=True).sub_(logits.amax(1, keepdim=True))

@@ -14,7 +14,7 @@ from tided.engine.caching import Caching
 from tided.engine.lane import Lane, Outcome
 from tided.engine.logits import as_made, shaped
 from tided.engine.ports import Residents
-from tided.engine.sampling import sample
+from tided.engine.sampling import drawing
 from tided.engine.score import logprobs, scoring
 from tided.engine.sight import Sight
 from tided.errors import PairError
@@ -265,9 +265,10 @@ class Executor:
         states = [lane.state for lane in lanes]
         if not any(work.drafts):
             logits = self.model.decode(states, self._ids([lane.token for lane in lanes]))
-            self.tap.add_up()  # beside the device's work; with drafts, who says which rows count comes later
+            tokens = self._drawing(work.lanes, logits)
+            self.tap.add_up()  # behind the draw; with drafts, who says which rows count comes later
             self._begin_reads()
-            self._draw(work.lanes, logits, outcome)
+            self._drawn(work.lanes, logits, tokens(), outcome)
         else:
             blocks = [
                 drafting.block(lane.token, lane.drafts, count) for lane, count in zip(lanes, work.drafts, strict=True)
@@ -317,9 +318,16 @@ class Executor:
 
     def _draw(self, indices: list[int], logits: Tensor, outcome: Outcome) -> None:
         """logits [R, vocab], a row for each lane of `indices`."""
+        self._drawn(indices, logits, self._drawing(indices, logits)(), outcome)
+
+    def _drawing(self, indices: list[int], logits: Tensor) -> Callable[[], list[int]]:
+        """As `_draw`: a device begins with it, and the tokens are there when they are asked for."""
         lanes = [self.lanes[index] for index in indices]
-        from_ = self._shaped(indices, logits)
-        tokens = sample(from_, [(lane.request.sampling, lane.state.position) for lane in lanes])
+        rows = [(lane.request.sampling, lane.state.position) for lane in lanes]
+        return drawing(self._shaped(indices, logits), rows)
+
+    def _drawn(self, indices: list[int], logits: Tensor, tokens: list[int], outcome: Outcome) -> None:
+        lanes = [self.lanes[index] for index in indices]
         for number, (index, lane, token) in enumerate(zip(indices, lanes, tokens, strict=True)):
             lane.token = token
             if lane.request.sampling.penalised:

@@ -15,7 +15,7 @@ splittable pseudorandom number generators" (2014), SplitMix64, for the clocks; D
 communication and drafter-invariant speculative decoding" (2024).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ _LAST_SHIFT = 31
 
 # Relative to the likeliest: a token so unlikely is not drawn in the life of a machine, and its weight divides safely.
 _NEVER = 2.0**-64
+
+TEMPERATURE, NOISE, MIN_P, TOP_K, TOP_P = range(5)  # of a row, where kernels read how it is drawn
 
 Words = tuple[int, int, int, int]
 
@@ -74,15 +76,62 @@ def sample(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
 
 def sample_there(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
     """`sample` without looking at the device but once, for the ids."""
-    ids: list[int] = drawn_there(logits, rows).tolist()
-    if -1 in ids:
-        raise no_numbers()
-    return ids
+    return Drawn(drawn_there(logits, rows)).tokens()
+
+
+class Drawn:
+    """Ids [R] int64 that a device is to draw: a copy of them is on its way."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self._ids, self._behind = ids, None
+        if ids.is_cuda:
+            self._ids = torch.empty_like(ids, device="cpu", pin_memory=True).copy_(ids, non_blocking=True)
+            self._behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._behind.record()
+
+    def tokens(self) -> list[int]:
+        """Waits for them. Raises as `sample`."""
+        if self._behind is not None:
+            self._behind.synchronize()
+        tokens: list[int] = self._ids.tolist()
+        if -1 in tokens:
+            raise no_numbers()
+        return tokens
+
+
+def drawing(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> Callable[[], list[int]]:
+    """`sample` in two: a device begins with it now, and what is returned gives the tokens."""
+    if logits.is_cuda:
+        return Drawn(drawn_there(logits, rows)).tokens
+    return lambda: sample(logits, rows)
+
+
+def laws(rows: Sequence[tuple[Sampling, int]]) -> Tensor:
+    """-> [R, 5] int64 on the CPU, as `kernels.sampling_triton` takes them: a field of `TEMPERATURE` and its like each,
+    floats as their bits."""
+    told = torch.empty(len(rows), 5, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+    floats, whole = told.view(torch.float64).numpy(), told.numpy()
+    for row, (one, position) in enumerate(rows):
+        floats[row] = (one.temperature, 0.0, one.min_p, 0.0, one.top_p)
+        whole[row, [NOISE, TOP_K]] = signed(noise(one.seed, position)), one.top_k
+    return told
+
+
+def bounds_of(rows: Sequence[tuple[Sampling, int]]) -> tuple[bool, bool]:
+    """Whether top-k and top-p bound what any row draws."""
+    drawn = [sampling for sampling, _ in rows if sampling.temperature > 0]
+    return any(one.top_k > 0 for one in drawn), any(one.top_p < 1 for one in drawn)
 
 
 def drawn_there(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> Tensor:
     """`sample` without looking at the device -> [R] int64 on it; -1 stands for logits that are no numbers."""
-    best = _likeliest(logits)
+    if logits.is_cuda and all(sampling.temperature <= 0 for sampling, _ in rows):
+        from kernels.sampling_triton import likeliest  # a compiler, which a CPU need not have
+
+        return likeliest(logits.contiguous())
+    if logits.is_cuda:
+        return drawn_by_kernels(logits, laws(rows).to(logits.device, non_blocking=True), *bounds_of(rows))
+    best = torch.where(torch.isfinite(logits).all(-1), first_max(logits), -1)
     for number, (sampling, position) in enumerate(rows):
         if sampling.temperature > 0:
             drawn = draw_there(logits[number], sampling, noise(sampling.seed, position))
@@ -90,13 +139,12 @@ def drawn_there(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> Tensor:
     return best
 
 
-def _likeliest(logits: Tensor) -> Tensor:
-    """logits [R, vocab] -> [R] int64: the lowest id among equals, -1 for a row with what is no number."""
-    if not logits.is_cuda:
-        return torch.where(torch.isfinite(logits).all(-1), first_max(logits), -1)
-    from kernels.sampling_triton import likeliest  # a compiler, which a CPU need not have
+def drawn_by_kernels(logits: Tensor, told: Tensor, by_count: bool, by_share: bool) -> Tensor:
+    """logits [R, vocab], told [R, 5] of `laws`, both on CUDA -> as `drawn_there`. `by_count`, `by_share`: whether any
+    row may have a top-k, and a top-p."""
+    from kernels.sampling_triton import draw as draw_all  # a compiler, which a CPU need not have
 
-    return likeliest(logits.contiguous())
+    return draw_all(logits.contiguous(), told.contiguous(), by_count, by_share)
 
 
 def no_numbers() -> PairError:

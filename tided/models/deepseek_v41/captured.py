@@ -1,11 +1,14 @@
-"""Decode steps as CUDA graphs: one for each number of rows, in pieces, which end where Engram rows must have come from
-the disk, and early: a graph begins to run once all of it is launched.
+"""Decode steps as CUDA graphs: one for each number of rows, in as many pieces as there are places where Engram rows
+must have come from the disk.
 
 The first step of a number of rows runs eagerly: it is a real step, and it compiles the kernels. Then the same code is
 captured, which runs nothing. (`engine.warming` has it done before a rank serves.) From then on a step is: a copy
 of what its rows are (positions, and the addresses of their lanes' memory), the pieces, and the logits. Whatever else
-changes between steps is read where it lies: routing tables and expert slots, pages, rings. The host reads nothing, and
-before the first piece does nothing but tell what the rows are: the device has no work until then.
+changes between steps is read where it lies: routing tables and expert slots, pages, rings. The host reads nothing.
+
+The device has no work while the host makes a step of the tokens that it has just read. So before the first piece is
+launched nothing is done but to write what the rows are, where the graph itself copies it from; all else is done beside
+the device.
 
 A lane's rows of an open group (`Remainder`) are views of the ring where the kernels keep them, so a context can be
 copied, parked and taken back as anywhere else."""
@@ -15,7 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.device import RECENT_TOKENS, ROW_FIELDS
@@ -71,8 +76,8 @@ class Recent:
 
 @dataclass(frozen=True)
 class Captured:
-    """A step's pieces, each a graph and the layer that comes behind it, and where they leave the logits. A step that
-    runs eagerly later leaves its own elsewhere."""
+    """A step's pieces, each a graph and the Engram layer that comes behind it, and where they leave the logits. A step
+    that runs eagerly later leaves its own elsewhere."""
 
     pieces: list[tuple[Any, int | None]]
     logits: Tensor
@@ -90,8 +95,8 @@ class Prepared:
     """A number of rows: the step, its inputs on the host, and its graphs once they are captured."""
 
     step: "DecodeStep"
-    host: dict[int, Tensor]
-    meta: Tensor
+    meta: NDArray[np.int64]
+    engram: dict[int, NDArray[np.uint8]]
     wish: Together  # where the step leaves what its rows wanted
     copies: Copies
     captured: Captured | None = None
@@ -102,6 +107,7 @@ class DecodeSteps:
 
     def __init__(self) -> None:
         self.captures = True  # False: every step runs eagerly
+        self._known: bool | None = None  # whether kernels know the model's shape; None: nobody has asked
         self._prepared: dict[int, Prepared] = {}
         self._recent: WeakKeyDictionary[Context, Recent] = WeakKeyDictionary()
         self._scratch: Scratch | None = None
@@ -113,47 +119,45 @@ class DecodeSteps:
 
     def serve(self, model: "DeepseekV41", rows: int) -> bool:
         """Whether steps of so many rows are computed here: weights that only kernels read, a shape that they know."""
-        streams, window = model.blocks[0].hc_attn.streams, model.context_shape.window
-        ratios = {block.attention.ratio for block in model.blocks} - {0}
-        known = streams & (streams - 1) == 0 and window % 32 == 0 and all(RECENT_TOKENS % n == 0 for n in ratios)
-        return known and rows <= ROWS and isinstance(model.blocks[0].attention.inputs, Fp8Matrix)
+        if self._known is None:
+            streams, window = model.blocks[0].hc_attn.streams, model.context_shape.window
+            ratios = {block.attention.ratio for block in model.blocks} - {0}
+            known = streams & (streams - 1) == 0 and window % 32 == 0 and all(RECENT_TOKENS % n == 0 for n in ratios)
+            self._known = known and isinstance(model.blocks[0].attention.inputs, Fp8Matrix)
+        return self._known and rows <= ROWS
 
     @torch.inference_mode()
     def run(
-        self, model: "DeepseekV41", contexts: list[Context], counts: Sequence[int], token_ids: Tensor, alone: bool
+        self, model: "DeepseekV41", contexts: list[Context], counts: Sequence[int], tokens: list[int], alone: bool
     ) -> Tensor:
-        """token_ids [R] of the lanes' next tokens, whose pages are there -> logits [R, V]. Moves the lanes on. `alone`:
+        """tokens [R], the lanes' next ones, whose pages are there -> logits [R, V]. Moves the lanes on. `alone`:
         the logits are the next step's to write over. Else other rows follow before these are used and their demand is
         added up, so both are copied."""
-        rows = len(token_ids)
-        made = self._prepared.get(rows) or self._prepare(model, rows)
-        ids, bank = token_ids.cpu().numpy(), model.blocks[0].moe.bank
+        made = self._prepared.get(len(tokens)) or self._prepare(model, len(tokens))
+        bank = model.blocks[0].moe.bank
         waits = bank.urgent is not None and bank.urgent.active
         if alone:
             bank.tap.add_up()  # what the step before left lies where this one writes
         made.copies.wait()
-        self._describe(model, made, contexts, counts, ids)
-        step = made.step.waiting = _pass(made, contexts, counts, alone) if waits else None
+        self._describe(model, made, contexts, counts, tokens)
+        step = made.step.waiting = _pass(made, contexts, counts, not alone) if waits else None
         captured = None if waits else made.captured
         parts = made.step.parts() if captured is None else captured.parts()
         try:
             layer = next(parts, None)
             # The device has its first work: what follows is done beside it.
-            step = step or _pass(made, contexts, counts, alone)
-            history = model.engrams.begin(step, ids)
-            asked = dict[int, Asked]()
+            step = step or _pass(made, contexts, counts)
+            history, asked = model.engrams.begin(step, np.array(tokens)), dict[int, Asked]()
             while layer is not None:
-                if layer in made.host:
-                    asked[layer] = asked.get(layer) or model.engrams.ask_for(layer, history)
-                    asked[layer].put(made.host[layer].numpy())
-                    made.step.inputs.engram[layer].copy_(made.host[layer], non_blocking=True)
+                asked[layer] = asked.get(layer) or model.engrams.ask_for(layer, history)
+                asked[layer].put(made.engram[layer])
                 layer = next(parts, None)
-                for later in made.host.keys() - asked.keys():
+                for later in made.engram.keys() - asked.keys():
                     asked[later] = model.engrams.ask_for(later, history)
         finally:
             made.copies.made()
-        for rows_of in asked.values():
-            rows_of.remember()
+        for rows in asked.values():
+            rows.remember()
         logits = made.step.logits if captured is None else captured.logits
         assert logits is not None
         if not waits:
@@ -169,22 +173,20 @@ class DecodeSteps:
         return logits if alone else logits.clone()
 
     def _describe(
-        self, model: "DeepseekV41", made: Prepared, contexts: list[Context], counts: Sequence[int], ids: Any
+        self, model: "DeepseekV41", made: Prepared, contexts: list[Context], counts: Sequence[int], tokens: list[int]
     ) -> None:
-        """Tells the device what the rows are, in one copy."""
-        fields = list[tuple[int, ...]]()
-        tokens = iter(ids.tolist())
+        """Writes what the rows are, for the step to copy."""
+        fields, row = made.meta, 0
         for lane, count in zip(contexts, counts, strict=True):
             recent = self._recent.get(lane)
             if recent is None:
                 recent = self._recent[lane] = Recent(model, lane.windows)
             recent.adopt(lane)
-            first, start, pages = len(fields), lane.position, lane.page_table.data_ptr()
+            first, start, pages = row, lane.position, lane.page_table.data_ptr()
             of_lane = (lane.index, recent.windows_address, pages, recent.address, first, start)
             for position in range(start, start + count):
-                fields.append((next(tokens), position, *of_lane))
-        made.meta.numpy()[:] = fields
-        made.step.inputs.meta.copy_(made.meta, non_blocking=True)
+                fields[row] = (tokens[row], position, *of_lane)
+                row += 1
 
     def _prepare(self, model: "DeepseekV41", rows: int) -> Prepared:
         from kernels.router_triton import Routed  # a compiler, which a CPU need not have
@@ -213,9 +215,12 @@ class DecodeSteps:
             layer: host(rows, part.hashing.primes.size, part.table.row_bytes, dtype=torch.uint8)
             for layer, part in model.engrams.layers.items()
         }
+        meta = host(rows, ROW_FIELDS, dtype=torch.int64)
         inputs = Inputs(
-            meta=torch.zeros(rows, ROW_FIELDS, dtype=torch.int64, device=device),
-            engram={layer: memory.to(device) for layer, memory in on_host.items()},
+            meta_here=meta,
+            meta=meta.to(device, copy=True),
+            engram_here=on_host,
+            engram={layer: memory.to(device, copy=True) for layer, memory in on_host.items()},
             held=torch.zeros(shape.layers, rows, shape.head_dim, dtype=shape.dtype, device=device),
             routed=routed,
         )
@@ -224,8 +229,8 @@ class DecodeSteps:
         wish = (routed.wanted, routed.wanted_scores, routed.wanted_weights, routed.missed)
         made = Prepared(
             DecodeStep(model, inputs, self._scratch),
-            on_host,
-            host(rows, ROW_FIELDS, dtype=torch.int64),
+            meta.numpy(),
+            {layer: memory.numpy() for layer, memory in on_host.items()},
             Together(numbers, inputs.meta[:, LANE], *wish, None),
             Copies(device),
         )
@@ -247,14 +252,13 @@ class DecodeSteps:
         return Captured(pieces, step.logits)
 
 
-def _pass(made: Prepared, contexts: Sequence[Context], counts: Sequence[int], alone: bool) -> Pass:
-    """The rows, each a span. The demand of a step that may wait for experts keeps whose they are; the next run writes
-    over `meta`."""
+def _pass(made: Prepared, contexts: Sequence[Context], counts: Sequence[int], keeps: bool = False) -> Pass:
+    """The rows, each a span. `keeps`: whose they are is looked at when the next run has written over `meta`."""
     at = [(lane, lane.position + i) for lane, count in zip(contexts, counts, strict=True) for i in range(count)]
-    meta = made.step.inputs.meta
-    lanes = meta[:, LANE] if alone else meta[:, LANE].clone()
+    inputs = made.step.inputs
+    lanes = inputs.meta_here[:, LANE].to(inputs.meta.device, copy=True) if keeps else inputs.meta[:, LANE]
     spans = [Span(lane, start, first, 1) for first, (lane, start) in enumerate(at)]
-    return Pass(spans, meta[:, POSITION], lanes, meta, meta)
+    return Pass(spans, inputs.meta[:, POSITION], lanes, inputs.meta, inputs.meta)
 
 
 def _scratch(model: "DeepseekV41") -> "Scratch":

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from tided.models.deepseek_v41.model import DeepseekV41
 
 POSITION, LANE = 1, 2  # of a row's fields; see `rounding_triton`
-# Layers before which a step may be cut beside those of Engram: a graph begins to run once it is launched whole, so the
-# first ones are short.
-CUTS = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,13 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """meta [R, ROW_FIELDS] int64; engram: of each Engram layer [R, columns, row bytes] uint8. What comes out: held
-    [rings, R, d] bf16, new rows of all rings; routed, [layers, R, k] each."""
+    """meta [R, ROW_FIELDS] int64; engram: of each Engram layer [R, columns, row bytes] uint8; both are written on the
+    host (`_here`, pinned), and copied by the step. What comes out: held [rings, R, d] bf16, new rows of all rings;
+    routed, [layers, R, k] each."""
 
+    meta_here: Tensor
     meta: Tensor
+    engram_here: dict[int, Tensor]
     engram: dict[int, Tensor]
     held: Tensor
     routed: router.Routed
@@ -85,17 +85,17 @@ class DecodeStep:
         self._mean = torch.full((self.rows, streams), 1.0 / streams, device=device)
 
     def parts(self) -> Iterator[int]:
-        """Computes all of it; yields an Engram layer's number before its rows are needed, and those of CUTS. Then
-        `logits` [R, V]."""
+        """Computes all of it; yields an Engram layer's number before its rows are needed. Then `logits` [R, V]."""
         model, inputs = self.model, self.inputs
+        inputs.meta.copy_(inputs.meta_here, non_blocking=True)
         turns, places, taps, self._candidates = self._turns(), None, [], None
         streams = model.embedded(inputs.meta[:, 0]).to(torch.bfloat16)
         pre, partial = self._first, None
         for number, block in enumerate(model.blocks):
             engram = model.engrams.layers.get(block.layer)
-            if engram is not None or number in CUTS:
-                yield block.layer
             if engram is not None:
+                yield block.layer
+                inputs.engram[block.layer].copy_(inputs.engram_here[block.layer], non_blocking=True)
                 active = engram_triton.activation(inputs.engram[block.layer])
                 engram_triton.mix_(streams, linear(active, engram.wkv, Ending.STORED), engram.weight)
             if block.layer in model.tapped:

@@ -96,15 +96,15 @@ class DeepseekV41(PagedLanes):
         for context, count in zip(contexts, counts, strict=True):
             if count > 1:
                 context.begin_block(count)
-        parts, first, all_runs = [], 0, list(runs(counts))
+        parts, first, all_runs, tokens = [], 0, list(runs(counts)), token_ids.tolist()
         for part in all_runs:
             count = sum(counts[part])
-            ids = token_ids[first : first + count]
             if self.steps.serve(self, count):
-                parts.append(self.steps.run(self, contexts[part], counts[part], ids, len(all_runs) == 1))
+                own = tokens[first : first + count]
+                parts.append(self.steps.run(self, contexts[part], counts[part], own, len(all_runs) == 1))
             else:
                 step = self.rotations.rows(contexts[part], counts[part])
-                parts.append(self.logits(self.run(step, ids, bounded=False)))
+                parts.append(self.logits(self.run(step, token_ids[first : first + count], bounded=False)))
             first += count
         return torch.cat(parts)  # outside inference mode: an ordinary tensor
 
