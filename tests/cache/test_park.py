@@ -113,3 +113,12 @@ def test_no_thread_begins_with_a_job(background, monkeypatch):
     background.read(read.set)
     assert background.flush(30)
     assert read.wait(30)
+
+
+def test_reads_are_waited_for_like_writes(background):
+    """One that finds a file damaged removes it, whether its request still wants it or not."""
+    ends = threading.Event()
+    background.read(lambda: ends.wait(30))
+    assert not background.flush(0.05)
+    ends.set()
+    assert background.flush(30)

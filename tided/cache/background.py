@@ -67,10 +67,11 @@ class Background:
         self._run_piece(work, WRITE_PATIENCE_S)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until everything handed in is written; for tests and benches."""
-        done = threading.Event()
-        self.write(0, done.set, must=True)
-        return done.wait(timeout_s)
+        """Waits until everything handed in is written, and read, whoever asked for it; for tests and benches."""
+        written, read = threading.Event(), threading.Event()
+        self.write(0, written.set, must=True)
+        self.read(read.set)
+        return written.wait(timeout_s) and read.wait(timeout_s)
 
     def close(self) -> None:
         """The job in hand ends, the others do not begin."""
