@@ -188,9 +188,9 @@ def _judged(view: View, found: object, how: str) -> Finding:
     assert isinstance(found, dict)
     small_s, large = found["sum_us"] / 1e6, found["large_sum_gb_s"] * 1e9
     small = f"a sum of {found['sum_bytes'] >> 10} KB takes {found['sum_us']:.0f} us"
-    seen = f"{small}, a large one goes at {large / 1e9:.2f} GB/s ({how})"
+    seen = f"{small}, a large one goes at {large / 1e9:.3g} GB/s ({how})"
     if one_shot := found.get("one_shot"):
-        seen += f"; by one launch {one_shot['sum_us']:.0f} us, {one_shot['large_sum_gb_s']:.2f} GB/s"
+        seen += f"; by one launch {one_shot['sum_us']:.0f} us, {one_shot['large_sum_gb_s']:.3g} GB/s"
     if view.on_cuda and view.peers and (small_s > SLOW_SUM_S or large < SLOW_LARGE_BYTES_PER_S):
         return warn(
             seen, "RoCE would be faster: see link.halves, link.gid and link.mtu; NCCL_DEBUG=INFO names its path"
