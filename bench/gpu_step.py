@@ -1,15 +1,17 @@
 """A decode step at the real shapes, one rank of two, on this GPU: where its time goes, and what the least would be.
 
-`step`: replays of the captured graphs, back to back. `host`: what the engine's thread spends on a step beside waits:
-launching the graphs, and all the rest. `floor`: the bytes of the weights that a step must read, over what a kernel that
-only reads reaches in the same run. Alone, the two sums a layer over the ranks are left out. Parts are kernels by name;
-launches overlap, so parts add up to more than the step."""
+`step`: replays of the captured graphs, back to back. `ids to ids`: a step as an engine's thread goes through it, from
+the tokens before to its own; what it takes more than the graphs, the device waits for the host, or draws. `host`: that
+thread's time until it launches the first graph, in the launches, and until it has nothing left but to wait. No profiler
+is attached before all of this is measured. `floor`: the bytes of the weights that a step must read, over what a kernel
+that only reads reaches in the same run. Alone, the two sums a layer over the ranks are left out. Parts are kernels by
+name; launches overlap, so parts add up to more than the step."""
 
 import re
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench import gpu_prefill
 from bench.synthetic import real_shapes
 from kernels.linear import Fp8Matrix, Matrix
-from tided.engine.sampling import sample
+from tided.engine.sampling import drawing
 from tided.engine.types import Sampling
 from tided.models.deepseek_v41.captured import Captured
 from tided.models.deepseek_v41.model import DeepseekV41
@@ -55,12 +57,13 @@ class Watched:
     """A graph whose launches are timed."""
 
     graph: Any
+    began_s: float = 0.0
     seconds: float = 0.0
 
     def replay(self) -> None:
-        began = time.perf_counter()
+        self.began_s = time.perf_counter()
         self.graph.replay()
-        self.seconds += time.perf_counter() - began
+        self.seconds = time.perf_counter() - self.began_s
 
 
 def replayed_us(pieces: list[tuple[Any, Any]], rounds: int) -> float:
@@ -104,22 +107,6 @@ def spent(pieces: list[tuple[Any, Any]], rounds: int = 3) -> Spent:
     return Spent({part: us / rounds for part, us in by_part.items()}, most, count.total() / rounds)
 
 
-def host_ms(model: DeepseekV41, lanes: list[Any], ids: Tensor, made: Any, rounds: int) -> tuple[float, float]:
-    """Of a step on the engine's thread: launching the graphs, and the rest."""
-    own, launches, rest = made.captured, list[float](), list[float]()
-    for _ in range(rounds):
-        watched = [(Watched(graph), layer) for graph, layer in own.pieces]
-        made.captured = Captured(watched, own.logits)
-        began = time.perf_counter()
-        model.decode(lanes, ids)
-        took = time.perf_counter() - began
-        torch.cuda.synchronize()
-        launches.append(1e3 * sum(graph.seconds for graph, _ in watched))
-        rest.append(1e3 * took - launches[-1])
-    made.captured = own
-    return statistics.median(launches), statistics.median(rest)
-
-
 def dense_bytes(model: DeepseekV41) -> int:
     def of(matrix: Matrix) -> int:
         if isinstance(matrix, Fp8Matrix):
@@ -133,21 +120,6 @@ def dense_bytes(model: DeepseekV41) -> int:
             held += [] if part is None else list(vars(part).values())
         total += sum(of(one) for one in held if isinstance(one, Tensor | Fp8Matrix))
     return total + sum(of(engram.wkv) for engram in model.engrams.layers.values())
-
-
-def loop_ms(model: DeepseekV41, lanes: list[Any], ids: Tensor, sampling: Sampling, steps: int) -> float:
-    """A step from the ids before to its own, as an engine's thread goes through it: the step, its demand added up, its
-    tokens drawn and read."""
-    tap, times = model.blocks[0].moe.bank.tap, list[float]()
-    for _ in range(steps):
-        began = time.perf_counter()
-        tap.begin_step()
-        logits = model.decode(lanes, ids)
-        tap.add_up()
-        drawn = sample(logits, [(sampling, lane.position) for lane in lanes])
-        times.append(1e3 * (time.perf_counter() - began))
-        assert len(drawn) == len(lanes)
-    return statistics.median(times)
 
 
 @dataclass(frozen=True)
@@ -169,6 +141,38 @@ def prepared(model: DeepseekV41, rows: int, context: int) -> Prepared:
     return Prepared(lanes, ids, model.steps._prepared[rows])
 
 
+@dataclass(frozen=True)
+class Looped:
+    """Milliseconds of a step: of the whole; of the host, until the first launch, in launches, until nothing is left."""
+
+    whole: float
+    first: float
+    launches: float
+    launched: float
+
+
+@torch.inference_mode()
+def looped(model: DeepseekV41, at: Prepared, sampling: Sampling, steps: int) -> Looped:
+    """Steps as the engine's thread goes through them: each takes the tokens of the one before."""
+    tap, own, lanes = model.blocks[0].moe.bank.tap, at.made.captured, at.lanes
+    tokens, times = at.ids.tolist(), list[Looped]()
+    watched = [(Watched(graph), layer) for graph, layer in own.pieces]
+    at.made.captured = Captured(watched, own.logits)
+    for _ in range(steps):
+        began = time.perf_counter()
+        tap.begin_step()
+        logits = model.decode(lanes, torch.tensor(tokens))
+        drawn = drawing(logits, [(sampling, lane.position) for lane in lanes])
+        tap.add_up()
+        launched = time.perf_counter()
+        tokens = drawn()
+        ended = time.perf_counter()
+        launches = sum(graph.seconds for graph, _ in watched)
+        times.append(Looped(ended - began, watched[0][0].began_s - began, launches, launched - began))
+    at.made.captured = own
+    return Looped(*(1e3 * statistics.median(getattr(one, name.name) for one in times) for name in fields(Looped)))
+
+
 @torch.inference_mode()
 def step_table(model: DeepseekV41, rows: int, context: int, rounds: int, repeats: int, read_gbs: float) -> None:
     layers, at = len(model.blocks), prepared(model, rows, context)
@@ -177,8 +181,9 @@ def step_table(model: DeepseekV41, rows: int, context: int, rounds: int, repeats
     pieces = at.made.captured.pieces
     took = [replayed_us(pieces, rounds) for _ in range(repeats)]
     us = statistics.median(took)
-    launches, rest = host_ms(model, at.lanes, at.ids, at.made, 2 * rounds)
-    greedy, drawn = [loop_ms(model, at.lanes, at.ids, Sampling(temperature=t, seed=1), 4 * rounds) for t in (0.0, 1.0)]
+    laws = {"greedy": {"temperature": 0.0}, "drawn": {"temperature": 1.0}, "top-p 0.95": {"top_p": 0.95}}
+    loops = {name: looped(model, at, Sampling(seed=1, **law), 4 * rounds) for name, law in laws.items()}
+    host = loops["greedy"]
     of = spent(pieces)  # last: once a profiler was attached, launches take longer
     record = model.blocks[0].moe.bank.plain_record.nbytes
     read = {"experts": distinct * layers * record, "dense": float(dense_bytes(model))}
@@ -188,8 +193,12 @@ def step_table(model: DeepseekV41, rows: int, context: int, rounds: int, repeats
     print(
         f"  step {us / 1e3:.3f} ms ({(max(took) - min(took)) / 1e3:.3f}), kernels {sum(of.parts.values()) / 1e3:.3f} ms"
     )
-    print(f"  {of.nodes:.0f} graph nodes in {len(pieces)} pieces; host: launches {launches:.3f} ms, rest {rest:.3f} ms")
-    print(f"  ids to ids: greedy {greedy:.3f} ms, {greedy - us / 1e3:.3f} beside the graphs; drawn {drawn:.3f} ms")
+    print(
+        f"  {of.nodes:.0f} graph nodes in {len(pieces)} pieces; host: {host.first:.3f} ms before the first, "
+        f"{host.launches:.3f} ms in launches, all is launched after {host.launched:.3f} ms"
+    )
+    for name, loop in loops.items():
+        print(f"  ids to ids, {name}: {loop.whole:.3f} ms, {loop.whole - us / 1e3:.3f} beside the graphs")
     print(f"  floor {floor / 1e3:.3f} ms ({total / 1e9:.2f} GB at {read_gbs:,.0f} GB/s); step / floor {us / floor:.2f}")
     gb10 = total / GB10_GBS / 1e6 + of.nodes * GB10_NODE_US / 1e3
     print(f"  GB10 at {GB10_GBS:.0f} GB/s and {GB10_NODE_US} us a node: {gb10:.1f} ms and its collectives")
