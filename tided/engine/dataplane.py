@@ -18,6 +18,7 @@ link must be private to them. Both listen on the link's address alone.
 
 import fcntl
 import ipaddress
+import logging
 import os
 import socket
 import struct
@@ -34,11 +35,13 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tided.control.wire import all_local, leader_ip, listen_tcp
-from tided.errors import ConfigError, PairError, UnavailableError
+from tided.errors import ConfigError, PairError, UnavailableError, told
 from tided.settings import Parallel, Settings
 
 if TYPE_CHECKING:
     from tided.engine.one_shot import OneShot
+
+log = logging.getLogger("data plane")
 
 COLLECTIVE_STEPS = 1.5  # a wait in a collective, in longest steps: whoever watches the engine's steps says more
 MEET_POLL_S = 0.05
@@ -76,7 +79,7 @@ class TorchGroup:
                 timeout=timedelta(seconds=patience_s),
             )
         except Exception as error:
-            raise UnavailableError(f"rank {rank} cannot join the data plane: {_first_line(error)}") from error
+            raise UnavailableError(f"rank {rank} cannot join the data plane: {_said(error)}") from error
         self._group = dist.distributed_c10d._get_default_group()
         self._combine = self._everywhere if on_cuda else self._by_rank_0
         if settings.parallel.one_shot:
@@ -131,7 +134,7 @@ class TorchGroup:
                     raise UnavailableError(f"not every rank has {where} within {wait_s:g} s")
                 time.sleep(MEET_POLL_S)
         except RuntimeError as error:
-            raise UnavailableError(f"the ranks' store is gone before all have {where}: {_first_line(error)}") from error
+            raise UnavailableError(f"the ranks' store is gone before all have {where}: {_said(error)}") from error
 
     def close(self) -> None:
         """Lets go without waiting for anybody: a peer may be dead, and an orderly destroy would wait for it. NCCL may
@@ -156,7 +159,7 @@ class TorchGroup:
         except RuntimeError as error:
             raise PairError(
                 f"rank {self.rank} lost another rank in the middle of a step",
-                hint=f"the collective: {_first_line(error)}",
+                hint=f"the collective: {_said(error)}",
             ) from error
         finally:
             self.calls += 1
@@ -234,7 +237,7 @@ def _meet(parallel: Parallel, rank: int) -> TCPStore:
         )
     except (RuntimeError, ValueError) as error:
         raise UnavailableError(
-            f"rank {rank} finds nobody at {address}:{parallel.data_port}: {_first_line(error)}",
+            f"rank {rank} finds nobody at {address}:{parallel.data_port}: {_said(error)}",
             hint="is rank 0 running, and is parallel.data_port reachable?",
         ) from error
 
@@ -302,5 +305,7 @@ def _ipv4_of(interface: str) -> str:
     return ""
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _said(error: Exception) -> str:
+    """For people; the library's own words, which name addresses and files of its build, are for the log."""
+    log.warning("the data plane: %s", error)
+    return told(error)

@@ -3,6 +3,7 @@ lends the others a region of its device's memory; what they open it by is exchan
 
 Sums are added in the order of the ranks, as those of NCCL's parts are: the same bits either way."""
 
+import logging
 from datetime import timedelta
 
 import msgspec
@@ -12,9 +13,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kernels.one_shot_triton import ADDED, LARGEST_BYTES, OWN_WORDS, REGION_BYTES, SIDE_BY_SIDE, STACKED, one_shot
 from tided.engine import peer_memory
-from tided.errors import PairError, UnavailableError
+from tided.errors import PairError, UnavailableError, told
 
 __all__ = ["ADDED", "LARGEST_BYTES", "SIDE_BY_SIDE", "STACKED", "OneShot", "opened"]
+
+log = logging.getLogger("data plane")
 
 ENDED = 1 << 32  # the host's own word; else 1 + the rank that did not come
 
@@ -71,13 +74,13 @@ def opened(store: Store, rank: int, ranks: int, wait_s: float, patience_s: float
         own = Offer(device=peer_memory.identity(device), handle=handle)
     except UnavailableError as error:
         own = Offer(fault=error.what)
-    offers = told(store, "lent", rank, ranks, own, wait_s)
+    offers = exchanged(store, "lent", rank, ranks, own, wait_s)
     try:
         addresses = [address if r == rank else _borrowed(device, offer) for r, offer in enumerate(offers)]
         own = Offer()
     except UnavailableError as error:
         own = Offer(fault=error.what)
-    told(store, "opened", rank, ranks, own, wait_s)
+    exchanged(store, "opened", rank, ranks, own, wait_s)
     word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     regions = torch.tensor([*addresses, word.data_ptr()], dtype=torch.int64).to(torch.device("cuda", device))
     return OneShot(rank, regions, word, patience_s)
@@ -89,7 +92,7 @@ def _borrowed(device: int, offer: Offer) -> int:
     return peer_memory.borrow(offer.handle)
 
 
-def told(store: Store, round_: str, rank: int, ranks: int, own: Offer, wait_s: float) -> list[Offer]:
+def exchanged(store: Store, round_: str, rank: int, ranks: int, own: Offer, wait_s: float) -> list[Offer]:
     """Every rank's offer of a round. Raises UnavailableError, on all ranks alike, where one has a fault, and where one
     does not come."""
     keys = [f"one-shot-{round_}-{number}" for number in range(ranks)]
@@ -98,8 +101,9 @@ def told(store: Store, round_: str, rank: int, ranks: int, own: Offer, wait_s: f
         store.wait(keys, timedelta(seconds=wait_s))
         offers = [msgspec.json.decode(store.get(key), type=Offer) for key in keys]
     except RuntimeError as error:
+        log.warning("exchange over the ranks' store: %s", error)
         raise UnavailableError(
-            f"rank {rank} finds not every rank with parallel.one_shot within {wait_s:g} s: {str(error).splitlines()[0]}"
+            f"rank {rank} finds not every rank with parallel.one_shot within {wait_s:g} s: {told(error)}"
         ) from error
     for number, offer in enumerate(offers):
         if offer.fault:
