@@ -64,22 +64,31 @@ class Made:
     bank: ExpertBank
 
 
-def settings_for(path: Path, resident: int, context: int, rows: int, device: str) -> Settings:
+def settings_for(path: Path, resident: int, context: int, rows: int, device: str, draft: str = "off") -> Settings:
     settings, tokens = settings_of(path), context + MARGIN
     return replace(
         settings,
         model=replace(settings.model, prefill_chunk_tokens=min(CHUNK, context)),
         experts=Experts(resident=resident, spare_slots=1),
         cache=Cache(context_tokens=tokens, pool_tokens=rows * tokens, dtype="fp8"),
-        engine=replace(settings.engine, device=device, lanes=rows),
+        engine=replace(settings.engine, device=device, lanes=rows, draft=draft),
         parallel=Parallel(ranks=2),
     )
 
 
-def made(folder: Path, layers: int, experts: int | None, resident: int, context: int, rows: int, device: str) -> Made:
-    """A rank of two of the first `layers`, with contexts for so many rows."""
+def made(
+    folder: Path,
+    layers: int,
+    experts: int | None,
+    resident: int,
+    context: int,
+    rows: int,
+    device: str,
+    draft: str = "off",
+) -> Made:
+    """A rank of two of the first `layers`, with contexts for so many rows; its drafter, where `draft` wants one."""
     synthesise(folder, plan("glm53", layers, experts, None, 0, True), lambda done, total: None)
-    settings = settings_for(folder, resident, context, rows, device)
+    settings = settings_for(folder, resident, context, rows, device, draft)
     opened, on = open_model(settings), torch.device(device)
     shape, record, kinds = opened.shape, opened.record, opened.kinds
     assert isinstance(record, Exl3Record)

@@ -89,7 +89,7 @@ def _added(q, rows, exists, top, acc, mass, scale):
     return _valued(p, rows, acc), mass + tl.sum(p, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "floor"])
 def _attention_chunk(
     query, near, pool, places, sink, out, heads, width, window, selected, start, floor, ratio, scale,
     HP: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, SELECTS: tl.constexpr,

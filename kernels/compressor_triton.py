@@ -29,7 +29,7 @@ from kernels.rounding_triton import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _compressor_pool(
     parts, meta, norm, latent, rows, width, eps, source, recent_tokens,
     RATIO: tl.constexpr, SPLIT: tl.constexpr, DP: tl.constexpr, CHAINED: tl.constexpr,
@@ -84,7 +84,7 @@ def _compressor_pool(
     tl.store(latent + row * width + c, x.to(tl.bfloat16), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _compressor_append(
     parts, meta, latent, k_norm, cos, sin, page_rows, page_keys, rows, eps, page_size,
     RATIO: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, DP: tl.constexpr, KEY: tl.constexpr,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "lane_stride"])
 def _demand(
     lanes, layers, wanted, scores, weights, missed, read, counts, mass, uses, totals, added, kept_wanted, kept_weights,
     ended, rows, lane_stride, all_lanes, all_layers, experts, light,

@@ -174,7 +174,7 @@ def _walk(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _distinct(picks, table, count, PICKS: tl.constexpr, M: tl.constexpr):
     """table, int32: slot of each distinct expert in the order of first pick [PICKS], -1 behind them; then the picks
     that want each [PICKS, M], -1 behind them."""
@@ -194,7 +194,7 @@ def _distinct(picks, table, count, PICKS: tl.constexpr, M: tl.constexpr):
     tl.store(table + PICKS + expert * M + before, every, mask=slots >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _turn(
     x, picks, slots, unit, turned, hidden, top_k, count, BLOCKS: tl.constexpr
 ):  # fmt: skip
@@ -214,7 +214,7 @@ def _turn(
     tl.store(at + _place(column), _kept(value, turned), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items", "count"])
 def _product(
     slots, unit, table, x, parts, hidden, share, items, count, vectors,
     DOWN_SIDE: tl.constexpr, MASK: tl.constexpr, M: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
@@ -267,7 +267,7 @@ def _rounded(value):
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _activate(
     parts, picks, slots, unit, weights, turned, hidden, share, count, limit,
     SPLITS: tl.constexpr,
@@ -292,7 +292,7 @@ def _activate(
     tl.store(turned + pick.to(tl.int64) * share + _place(column), _kept(value, turned))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _finish(
     parts, picks, slots, unit, out, hidden, share, count,
     TOP_K: tl.constexpr, SPLITS: tl.constexpr,

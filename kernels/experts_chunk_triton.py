@@ -124,7 +124,7 @@ def _rows_of(tiles, slots, count, TOKENS: tl.constexpr):
     return tl.where(begin < 0, -1, slot), place, valid
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gate_up(
     w1, w3, scales, slot_bytes, tiles, slots, order, weights, x, hidden, count, top_k, limit, blocks, row_scales,
     s1_bytes, s3_bytes, x_width, hidden_width,
@@ -151,7 +151,7 @@ def _gate_up(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _down(
     w2, scales, slot_bytes, tiles, slots, order, hidden, out, count, blocks, row_scales, outer, s2_bytes, hidden_width,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,

@@ -155,7 +155,7 @@ def _power(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _prepare(
     x, picks, table, ordered, factors, count, width, padded,
     SIZE: tl.constexpr, PICKS: tl.constexpr, M: tl.constexpr, CHAINED: tl.constexpr,

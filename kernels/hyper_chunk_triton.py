@@ -28,7 +28,7 @@ def _times(new, weight, acc):
         return tl.dot(x, first, tl.dot(x, second, tl.dot(x, third, acc)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _hyper_chunk(
     streams, output, post, comb, out, fn, partial, rows, hidden,
     S: tl.constexpr, GATES: tl.constexpr, GP: tl.constexpr, RP: tl.constexpr, CH: tl.constexpr,

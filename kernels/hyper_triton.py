@@ -21,7 +21,7 @@ MAX_ROWS = 16
 CHUNK = 32  # of the hidden size, a program's
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _hyper_spread(
     streams, output, post, comb, out, fn, partial, rows, hidden,
     S: tl.constexpr, GATES: tl.constexpr, GP: tl.constexpr, RP: tl.constexpr, CH: tl.constexpr,

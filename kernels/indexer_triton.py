@@ -32,7 +32,7 @@ PROGRAMS = 32  # of a row's scores
 UNLIMITED = 1 << 40
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _index_query(
     parts, cos, sin, out, rows, heads,
     SPLIT: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, ROPE: tl.constexpr, CHAINED: tl.constexpr,
@@ -47,7 +47,7 @@ def _index_query(
     tl.store(out + (row * heads + head) * DIM + c, x.to(tl.bfloat16), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _index_scores(
     query, weight_parts, meta, page_keys, kept, out, rows, heads, page_size, most, most_blocks, block_size, least,
     bound, factor, RATIO: tl.constexpr, SPLIT: tl.constexpr, HP: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,

@@ -135,7 +135,7 @@ def _values(
         tl.store(masses + at, mass, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _joined(
     parts, masses, tops, out, heads, latent, count, blocks,
     CP: tl.constexpr, BP: tl.constexpr, WHOLE: tl.constexpr, CHAINED: tl.constexpr,

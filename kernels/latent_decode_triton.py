@@ -67,7 +67,7 @@ def _normed(x: Tensor, y: Tensor, weight: Tensor, eps: float, adds: bool, rounds
     return total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _absorbed(
     query, up, cos, sin, out, rows, heads, nope, latent, up_rows,
     M: tl.constexpr, OUT: tl.constexpr, BK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr, CHAINED: tl.constexpr,
@@ -113,7 +113,7 @@ def absorbed(query: Tensor, up: Tensor, cos: Tensor, sin: Tensor, nope: int) -> 
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _brought_out(
     x, up, out, rows, heads, nope, latent, values, up_rows,
     M: tl.constexpr, OUT: tl.constexpr, BK: tl.constexpr, CHAINED: tl.constexpr,

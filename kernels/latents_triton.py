@@ -13,7 +13,7 @@ from kernels.chain_triton import chain, chained
 from kernels.rounding_triton import POSITION, ROW_FIELDS, WINDOWS, fp8_groups, rms, split_sum, to_bf16, turned
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _latents(
     parts, q_norm, kv_norm, cos, sin, query, window, rows, rank, width, eps,
     SPLIT: tl.constexpr, QP: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr,
@@ -76,7 +76,7 @@ def window_row(parts: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, eps: float
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _window_keep(meta, held, rows, width, window, DP: tl.constexpr, CHAINED: tl.constexpr):
     chained(CHAINED)
     row, layer = tl.program_id(0), tl.program_id(1)

@@ -31,7 +31,7 @@ def _dense(codes, scale, out, outs, width, scale_width, SIZE: tl.constexpr):
     tl.store(out + at, value.to(tl.bfloat16), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _ended(
     x, out, rows, outs, each, second, limit, SIZE: tl.constexpr, SWIGLU: tl.constexpr,
 ):  # fmt: skip

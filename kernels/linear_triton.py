@@ -99,7 +99,7 @@ def _finish(acc, other, out, rows, outs, m, column, limit, there, ENDING: tl.con
         tl.store(at, value.to(tl.bfloat16), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear(
     x, w, scale, out, parts, arrived, rows, width, scale_width, outs, group_outs, x_stride, second, second_scale, limit,
     M: tl.constexpr, BK: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr,

@@ -64,7 +64,7 @@ def _e2m1(code, power):
     return tl.where(code > 7, -value, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(
     x, w, scale, out, rows, width, outs, skipped_rows, skipped_columns, scale_width,
     FORMAT: tl.constexpr, M: tl.constexpr, OUT: tl.constexpr, BK: tl.constexpr, CHAINED: tl.constexpr,
@@ -119,7 +119,7 @@ def _rotate(x, suh, turned, inputs, BLOCKS: tl.constexpr, CHAINED: tl.constexpr)
     tl.store(turned + row * inputs + _place(column), _kept(value, turned), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _trellis(
     words, x, parts, rows, inputs, outs,
     HALF: tl.constexpr, BOOK: tl.constexpr, M: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
@@ -141,7 +141,7 @@ def _trellis(
     tl.store(out[:, None] + (tile * 16 + turned)[None, :], acc, mask=valid[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _lanes(
     words, x, parts, rows, inputs, outs,
     HALF: tl.constexpr, BOOK: tl.constexpr, BLOCKS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
@@ -174,7 +174,7 @@ def _lanes(
                     tl.store(out + across * 16 + far * 8, one_sum, mask=m < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate_back(parts, svh, out, rows, outs, SPLITS: tl.constexpr, CHAINED: tl.constexpr):
     """One block of 128 outputs of a row."""
     chained(CHAINED)

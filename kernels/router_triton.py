@@ -48,7 +48,7 @@ def _best(biased, score, expert, EP: tl.constexpr):
     return best, tl.sum(tl.where(expert == best, score, 0.0), 0), tl.where(expert == best, float("-inf"), biased)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _route(
     parts, bias, routable, slot_of, ids, weights, slots, wanted, wanted_scores, wanted_weights, missed,
     rows, experts, bias_stride, routable_stride, route_scale, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr,

@@ -27,11 +27,13 @@ def test_it_computes_every_number_of_rows_and_nothing_of_it_is_left(monkeypatch)
     model = opened(numerics="native", resident=40, draft="2")
     rank = build_rank(model, Alone(), first_pairs(model), lambda *_: None)
     told, decoded, proposed, prefilled = [], [], [], []
+    counted = []
     seen = {"decode": decoded, "propose": proposed, "prefill": prefilled}
 
     def watched(name, real):
         def call(self, *given):
             seen[name].append(given)
+            counted.extend([rank.bank.tap.enabled] * (name == "prefill"))
             return real(self, *given)
 
         return call
@@ -44,8 +46,9 @@ def test_it_computes_every_number_of_rows_and_nothing_of_it_is_left(monkeypatch)
         monkeypatch.setattr(type(rank.model), name, watched(name, getattr(type(rank.model), name)))
     warm_up(rank.model, rank.bank.tap, model.settings, lambda *progress: told.append(progress))
     monkeypatch.undo()
-    assert [given[2] for given in decoded] == [[count] for count in range(1, 7)]  # two lanes, two drafts each
-    assert [len(given[1]) for given in prefilled] == [37, 16]
+    assert [given[2] for given in decoded[:-1]] == [[count] for count in range(1, 7)]  # two lanes, two drafts each
+    assert [len(given[1]) for given in prefilled] == [37, 16, 37]
+    assert counted == [False, False, True]  # the last prompt and step, whose demand is forgotten
     assert [len(given[0]) for given in proposed] == [1, 1, 1, 2, 2, 2]  # of one lane and two, by three laws
     assert [given[2].law(1).name for given in proposed[:3]] == ["likeliest", "raced", "ranked"]
     assert told[0] == ("warming up", 0, 6)

@@ -46,6 +46,21 @@ def warm_up(model: Model, tap: DemandTap, settings: Settings, told: Told) -> Non
     finally:
         model.close_lane(lane)
         tap.enabled = True
+    _count(model, tap, min(SHORT_TOKENS, settings.cache.context_tokens - 1))
+
+
+def _count(model: Model, tap: DemandTap, tokens: int) -> None:
+    """The launch that adds up demand, of a prompt and of a step; and forgets it."""
+    lane = model.open_lane(0)
+    try:
+        model.prefill(lane, torch.full((tokens,), TOKEN), "none")
+        tap.add_up()
+        model.decode([lane], torch.tensor([TOKEN]))
+        tap.add_up()
+    finally:
+        model.close_lane(lane)
+        tap.forget(0)
+        tap.forget_wishes()
 
 
 def _propose(model: Model, lane: LaneState, count: int, device: torch.device) -> None:

@@ -42,6 +42,7 @@ class Lawful(Protocol):
 class Proposal(Protocol):
     """Of R lanes. Its memory: drawn [K, R] int64, logits [K, R, V] and confidence [K, R] fp32."""
 
+    capturable: bool  # else it always runs eagerly
     one_by_one: bool  # whether a place's graph is worth its own launch, because fewer may be wanted
     drawn: Tensor
     logits: Tensor
@@ -123,7 +124,7 @@ class Proposals:
             return
         for place in range(places):
             _made(one, law, kept.told, place)
-        if self.captures and one.drawn.is_cuda:
+        if self.captures and one.capturable and one.drawn.is_cuda:
             kept.graphs = self._captured(one, law, kept.told)
 
     def _captured(self, one: Proposal, law: Law, told: Tensor) -> list[Any]:

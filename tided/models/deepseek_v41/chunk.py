@@ -191,7 +191,8 @@ class Chunk:
         bound = indexer.blocks * indexer.block_size
         places = torch.empty(count, indexer.top_k, dtype=torch.int32, device=x.device)
         if indexer.publishes:
-            kept = torch.empty(count, -(-entries // indexer.block_size), dtype=torch.uint8, device=x.device)
+            blocks = _padded(-(-entries // indexer.block_size))
+            kept = torch.empty(count, blocks, dtype=torch.uint8, device=x.device)
             self._pool = (indexer, kept) if entries > bound else None
         limits = self._pool is not None
         least = min(indexer.top_k, bound) if limits else indexer.top_k
@@ -212,10 +213,12 @@ class Chunk:
         meta, ratio = self._rows.meta[part], indexer.ratio
         page = {"ratio": ratio, "page_size": PAGE_TOKENS // ratio}
         if query is None or weights is None:
-            score = torch.empty(len(meta), 1, device=meta.device)  # nobody reads it: what a row sees is taken whole
+            score = torch.empty(
+                len(meta), _padded(1), device=meta.device
+            )  # nobody reads it: what a row sees is taken whole
             indexer_triton.select(score, meta, places[part], least=least, **page)
             return
-        score = torch.empty(len(meta), self._rows.span.end // ratio, device=meta.device)
+        score = torch.empty(len(meta), _padded(self._rows.span.end // ratio), device=meta.device)
         pool = None if self._pool is None else self._pool[1][part]
         bound = indexer_triton.UNLIMITED if pool is None else indexer.blocks * indexer.block_size
         indexer_triton.scores(
@@ -252,6 +255,11 @@ def model_streams(model: "DeepseekV41", token_ids: Tensor, pictured: Pictured | 
     if pictured is not None:
         row[pictured.places] = pictured.rows.to(torch.bfloat16)
     return row.unsqueeze(1).repeat(1, model.blocks[0].hc_attn.streams, 1)
+
+
+def _padded(columns: int) -> int:
+    """A width of one kind: kernels are compiled apart for 1, for multiples of 16, and for others."""
+    return -(-columns // 16) * 16
 
 
 def one_hot(streams: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ POSITION, LANE, WINDOWS, FIRST_POSITION = 1, 2, 3, 7  # of a row's fields; see `
 class DraftStep:
     """R lanes of a drafter (`tided.models.proposals.Proposal`), of K places each: R * K rows, lane after lane."""
 
-    one_by_one = False
+    capturable, one_by_one = True, False
 
     def __init__(self, drafter: "Drafter", lanes: int) -> None:
         self.drafter: Drafter = weakref.proxy(drafter)

@@ -165,8 +165,22 @@ def load_drafter(
     output_head: Tensor,
 ) -> Drafter:
     """`weights` at the root. The experts of its blocks are read into memory of their own, and never counted."""
-    first, last = weights.under("mtp.0"), weights.under(f"mtp.{t.num_nextn_predict_layers - 1}")
     bank = _bank(checkpoint, t, weights.group, weights.device)
+    return drafter_of(bank, weights, t, pool, rotations, numerics, embed, output_head)
+
+
+def drafter_of(
+    bank: ExpertBank,
+    weights: Weights,
+    t: TextConfig,
+    pool: Pool,
+    rotations: Rotations,
+    numerics: Numerics,
+    embed: Callable[[Tensor], Tensor],
+    output_head: Tensor,
+) -> Drafter:
+    """`load_drafter` with these experts."""
+    first, last = weights.under("mtp.0"), weights.under(f"mtp.{t.num_nextn_predict_layers - 1}")
     return Drafter(
         t.dspark_block_size,
         t.dspark_noise_token_id,

@@ -10,7 +10,7 @@ proposal computes stays outside the pool; it is computed anew from true states o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from tided.models.glm53.rows import Contexts
 from tided.models.glm53.step import Pass, Rotations
 from tided.models.glm53.weights import Weights
 from tided.models.parallel import Group
+from tided.models.proposals import Proposals
 
 STATES = 16  # of the trunk that a context remembers: a verified block and one before it
 CHAIN = 7  # tokens at most, where a policy chooses how many are made; each costs a pass of the layer
@@ -68,6 +69,7 @@ class Drafter:
     rotations: Rotations
     group: Group
     numerics: Numerics
+    proposals: Proposals = field(default_factory=Proposals)  # of fixed shape, where kernels serve the device
 
     @torch.inference_mode()
     def watch(self, step: Pass, token_ids: Tensor, states: Tensor) -> None:
@@ -92,19 +94,27 @@ class Drafter:
         attention.indexer.keep(step, normed)
 
     @torch.inference_mode()
-    def propose(self, lanes: list[Context], anchors: Tensor, choose: Choose, places: int = 0) -> Draft:
-        """anchors [R] int64: the token of each lane that comes after its context. `places` tokens, or `size`."""
+    def propose(
+        self, lanes: list[Context], anchors: Tensor, choose: Choose, places: int = 0, by_kernels: bool = False
+    ) -> Draft:
+        """anchors [R] int64: the token of each lane that comes after its context. `places` tokens, or `size`.
+        `by_kernels`: as the trunk's steps of so many rows are computed."""
+        count = min(places or self.size, self.size)
+        if by_kernels and self.shares_choice and self.rotations.share.ranks == 1:
+            from tided.models.glm53.draft_step import DraftStep  # a compiler, which a CPU need not have
+
+            return self.proposals.run(lanes, anchors, choose, count, lambda: DraftStep(self, len(lanes)))
         attention, none = self.block.attention, self.norm.new_empty
         widths = attention.rows.row_dim, attention.pool.keys[self.block.layer].shape[1]
         chains = [_Chain(lane, none(0, widths[0]), none(0, widths[1])) for lane in lanes]
         states = torch.cat([_state(lane, lane.position - 1) for lane in lanes])
         ids, logits, sure, token = [], [], [], anchors
-        for place in range(min(places or self.size, self.size)):
+        for place in range(count):
             states = self._step(chains, place, self.joined(token, states))
             logits.append(self.group.concat(product(states, self.head, self.numerics)))
             token = choose(place, logits[-1])
             ids.append(token)
-            sure.append(_logit(torch.log_softmax(logits[-1], 1).gather(1, token.unsqueeze(1)).squeeze(1)))
+            sure.append(sureness(logits[-1], token))
         return Draft(torch.stack(ids, 1), torch.stack(logits, 1), torch.stack(sure, 1))
 
     def _step(self, chains: Sequence[_Chain], place: int, x: Tensor) -> Tensor:
@@ -177,7 +187,9 @@ class Drafter:
         return self.numerics.store(rms_norm(x, self.block.input_norm, self.block.eps))
 
 
-def _logit(log_probability: Tensor) -> Tensor:
+def sureness(logits: Tensor, token: Tensor) -> Tensor:
+    """logits [R, V], token [R] -> [R]: the logit of each token by itself."""
+    log_probability = torch.log_softmax(logits, 1).gather(1, token.unsqueeze(1)).squeeze(1)
     return log_probability - torch.log(-torch.expm1(log_probability.clamp(max=-1e-6)))
 
 

@@ -141,4 +141,5 @@ class Glm53(PagedLanes):
         """See `Model`."""
         if self.drafter is None:
             raise ConfigError("this model was loaded without its drafter", hint="set draft in [engine]")
-        return self.drafter.propose([context_of(lane) for lane in lanes], anchors, choose, places)
+        by_kernels = not self.steps.everywhere and self.steps.serve(self, len(lanes))
+        return self.drafter.propose([context_of(lane) for lane in lanes], anchors, choose, places, by_kernels)
