@@ -530,6 +530,42 @@ def case_demand() -> None:
             within(f"{name}, {layers} layers", getattr(books[1], name), getattr(books[0], name).float(), 1e-6)
 
 
+def case_some_demand() -> None:
+    """Of the rows that are told alone, whatever the others wanted; by a graph on a GPU."""
+    layers, experts, top_k, rows = (40, 384, 6, 16) if LARGE else (3, 8, 3, 5)
+    books = [DemandTap(4, layers + 1, experts, torch.device(at), 0.1) for at in ("cpu", DEVICE)]
+    numbers, lanes = torch.randperm(layers + 1, generator=draw)[:layers], torch.arange(rows) % 3
+    parts = [torch.zeros(layers, rows, top_k, dtype=of) for of in (torch.int64, *[torch.float32] * 2, torch.bool)]
+    held = Together(there(numbers), there(lanes), *map(there, parts), None)
+    standing, places = books[1].standing(held), [torch.zeros(3, *part.shape) for part in (parts[0], parts[2])]
+    kept = there(places[0].long()), there(places[1])
+    if standing is not None:
+        assert not any(bool(part.any()) for part in spare(books[1])), "made, and it left a trace"
+    for turn, some in enumerate([range(rows), [0, 2, 3], [4], []]):
+        wanted, weights = torch.rand(layers, rows, experts, generator=draw).topk(top_k).indices, randn(*parts[0].shape)
+        weights = torch.softmax(weights, -1)
+        seen = (wanted, weights * 2, weights, torch.rand(wanted.shape, generator=draw) < 0.5)
+        for mine, new in zip(held[2:6], seen, strict=True):
+            mine.copy_(new)
+        chosen = torch.tensor([*some], dtype=torch.int64)
+        if len(chosen):
+            books[0].record_step(Together(numbers, lanes, *seen, None).rows(chosen))
+        if standing is not None:
+            got = standing.add(None if len(chosen) == rows else [*some])
+        else:
+            own = books[1]
+            told = torch.tensor([turn % 3, *(row in some for row in range(rows))])
+            added, all_books = torch.empty(layers, rows, 8), (own._counts, own._mass, own.uses, own._totals)
+            demand_triton.add_some_demand(held[:6], all_books, 0.1, told, kept, added)
+            got = kept[0][turn % 3], kept[1][turn % 3]
+        counts = torch.zeros(rows, 1)
+        counts[chosen] = 1
+        assert torch.equal(got[1].cpu(), weights * counts)
+        assert torch.equal(got[0][:, chosen].cpu(), wanted[:, chosen])
+        for name in ("counts", "mass", "totals", "uses"):
+            within(f"{name}, turn {turn}", getattr(books[1], name), getattr(books[0], name).float(), 1e-6)
+
+
 CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
 
 

@@ -245,25 +245,33 @@ def case_captured() -> None:
         )
         for lane in own
     ]
+    taps = [one.blocks[0].moe.bank.tap for one in (eager, captured)]
     for which in ([0], [1, 2, 3], [0], [2, 0, 3], [1], [3, 2, 1], [0, 1, 2, 3], [3, 1, 0, 2]):
         ids = tokens(len(which))
+        for tap in taps:
+            tap.begin_step()
         wanted, got = (
             one.decode([lanes[i] for i in which], ids) for one, lanes in ((eager, own), (captured, contexts))
         )
         assert torch.equal(wanted, got), f"lanes {which}"
     for rows in ([3, 1], [2, 2], [1, 3]):
         ids = tokens(4)
-        for one, lanes in ((eager, own), (captured, contexts)):
+        for one, lanes, tap in ((eager, own, taps[0]), (captured, contexts, taps[1])):
+            tap.begin_step()
             one.decode(lanes[:2], ids, rows)
             for lane, count in zip(lanes, rows, strict=False):
                 one.keep(lane, 1 + (count > 2))
+                tap.keep(lane.index, 1 + (count > 2))
     ids = tokens(4)
     assert torch.equal(eager.decode(own, ids), captured.decode(contexts, ids))
     for one, other in zip(own, contexts, strict=True):
         for name, part in eager.lane_parts(one).items():
             assert torch.equal(part, captured.lane_parts(other)[name]) or name == "tail", name
-    taps = [one.blocks[0].moe.bank.tap for one in (eager, captured)]
     assert torch.equal(taps[0].counts, taps[1].counts)
+    assert torch.equal(taps[0].totals, taps[1].totals)
+    assert taps[1].totals_here().tolist() == taps[0].totals.tolist(), "totals that were sent along with a graph"
+    for mine, other in zip(taps[0].take_wanted(), taps[1].take_wanted(), strict=True):
+        assert torch.allclose(mine, other, rtol=1e-5), "wishes of rows that were taken back"
     bank = captured.blocks[0].moe.bank  # beside a request that may wait a step runs eagerly; graphs go on behind it
     object.__setattr__(bank, "urgent", SimpleNamespace(active=True, allowed=lambda *_: None))
     for active in (True, False):

@@ -3,7 +3,7 @@ captured graphs hold their addresses (contract C2)."""
 
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from tided.errors import PairError
+
+if TYPE_CHECKING:
+    from tided.experts.standing import Standing
 
 SENDINGS = 4  # changes of which each has memory of its own: none waits for the copy of the one before
 
@@ -85,7 +88,8 @@ class Seen(NamedTuple):
 
 class Together(NamedTuple):
     """What n layers of one step routed for the same rows: layers [n] int64, each once; the rest as `Seen`, stacked.
-    `lanes`: of the rows, where the host knows them; it must ask the device otherwise, if rows are given up."""
+    `lanes`: of the rows, where the host knows them; it must ask the device otherwise, if rows are given up. `standing`:
+    what adds up the wishes that lie here."""
 
     layers: Tensor
     lane_of_row: Tensor
@@ -95,24 +99,28 @@ class Together(NamedTuple):
     missed: Tensor
     read: Tensor | None
     lanes: tuple[int, ...] | None = None
+    standing: "Standing | None" = None
 
     def rows(self, rows: Tensor) -> "Together":
-        layers, lanes, wanted, scores, weights, missed, read, _ = self
+        layers, lanes, wanted, scores, weights, missed, read, *_ = self
         w, s, v, m = (part[:, rows].contiguous() for part in (wanted, scores, weights, missed))
         return Together(layers, lanes[rows], w, s, v, m, None if read is None else read[:, rows].contiguous())
 
     def copied(self) -> "Together":
-        layers, lanes, wanted, scores, weights, missed, read, known = self
+        """Whose wishes lie elsewhere."""
+        layers, lanes, wanted, scores, weights, missed, read, known, _ = self
         w, s, v, m = (part.clone() for part in (wanted, scores, weights, missed))
         return Together(layers, lanes.clone(), w, s, v, m, None if read is None else read.clone(), known)
 
 
 class Wish(NamedTuple):
-    """The router's true picks of some layers of a step. layers [n]; wanted, weights [n, T, k]."""
+    """The router's true picks of some layers of a step. layers [n]; wanted, weights [n, T, k], of which `rows` count
+    and the others have no weight."""
 
     layers: Tensor
     wanted: Tensor
     weights: Tensor
+    rows: int
 
 
 class Wanted(NamedTuple):
@@ -134,8 +142,11 @@ class Here:
         self._behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._fresh = False
 
-    def send(self) -> None:
+    def copy(self) -> None:
         self._copy.copy_(self._there, non_blocking=True)
+
+    def sent(self) -> None:
+        """`copy` was launched, by a graph perhaps."""
         self._behind.record()
         self._fresh = True
 
@@ -247,19 +258,31 @@ class DemandTap:
 
     def add_up(self) -> None:
         """What the layers left since the last time. Layers with the same rows are added together."""
-        adds = bool(self._whole or self._seen)
-        for whole in self._whole:
-            self._add(whole)
-        seen, self._seen, self._whole = self._seen, [], []
+        together, seen = self._whole, self._seen
+        self._seen, self._whole = [], []
         while seen:
             rows = seen[0].lane_of_row
-            self._add(_stacked([one for one in seen if one.lane_of_row is rows]))
+            together.append(_stacked([one for one in seen if one.lane_of_row is rows]))
             seen = [one for one in seen if one.lane_of_row is not rows]
+        copied = True
+        for one in together:
+            copied = self._add(one)
         self._kept = {}
-        if adds and self._here is not None:
-            self._here.send()
+        if together and self._here is not None:
+            if not copied:
+                self._here.copy()
+            self._here.sent()
 
-    def _counting(self, seen: Together) -> Tensor | None:
+    def standing(self, seen: Together) -> "Standing | None":
+        """For steps that leave their wishes where these lie. None: not on this device."""
+        if self._here is None:
+            return None
+        from tided.experts.standing import Standing  # a compiler, which a CPU need not have
+
+        books = (self._counts, self._mass, self.uses, self._totals)
+        return Standing(seen[:6], books, self.light, self._here.copy, KEPT_STEPS)
+
+    def _counting(self, seen: Together) -> list[int] | None:
         """The rows that count; None: all."""
         if not self._kept:
             return None
@@ -269,15 +292,18 @@ class DemandTap:
             if count[lane] < self._kept.get(lane, len(lanes)):
                 rows.append(row)
             count[lane] += 1
-        if len(rows) == len(lanes):
-            return None
-        return torch.tensor(rows, dtype=torch.int64, device=seen.lane_of_row.device)
+        return None if len(rows) == len(lanes) else rows
 
-    def _add(self, seen: Together) -> None:
-        counting = self._counting(seen)
-        if counting is not None:
-            seen = seen.rows(counting)
-        layers, lanes, wanted, scores, weights, missed, read, _ = seen
+    def _add(self, seen: Together) -> bool:
+        """Whether the totals' copy is on its way with it."""
+        rows, wishes = self._counting(seen), self.wishes[-1]
+        if seen.standing is not None and not wishes:  # it keeps one wish a step
+            wanted, weights = seen.standing.add(rows)
+            wishes.append(Wish(seen.layers, wanted, weights, wanted.shape[1] if rows is None else len(rows)))
+            return True
+        if rows is not None:
+            seen = seen.rows(torch.tensor(rows, dtype=torch.int64, device=seen.lane_of_row.device))
+        layers, lanes, wanted, scores, weights, missed, read, *_ = seen
         if wanted.is_cuda:
             from kernels.demand_triton import add_demand  # a compiler, which a CPU need not have
 
@@ -286,7 +312,8 @@ class DemandTap:
             both = self._add_here(layers, lanes, wanted, scores, weights, missed, read)
             self._totals.index_add_(0, lanes, both.to(self._totals.dtype))
             wanted, weights = wanted.clone(), weights.clone()
-        self.wishes[-1].append(Wish(layers, wanted, weights))
+        wishes.append(Wish(layers, wanted, weights, wanted.shape[1]))
+        return False
 
     def _add_here(
         self,
@@ -325,7 +352,7 @@ class DemandTap:
             where = (wish.layers[:, None, None] * experts + wish.wanted).flatten()
             weights = torch.where(wish.weights >= self.light, wish.weights, 0.0)
             total.index_add_(0, where, weights.flatten())
-            rows[wish.layers] += wish.wanted.shape[1]
+            rows[wish.layers] += wish.rows
         return Wanted(total.view(layers, experts), rows)
 
     def peek(self, lane: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -165,6 +165,7 @@ class DecodeSteps:
             bank.tap.record_step(wish if alone else wish.copied())
             if made.captured is None and self.captures and logits.is_cuda:
                 made.captured = self._capture(made.step)
+                made.wish = made.wish._replace(standing=bank.tap.standing(made.wish))
         for span in step.spans:
             left = self._recent[span.lane].open_groups(span.end)
             if span.after is not None:

@@ -119,6 +119,7 @@ class DecodeSteps:
             tap.record_step(wish if alone else wish.copied())
             if made.captured is None and self.captures and self._capturable(model):
                 made.captured = self._capture(step)
+                made.wish = made.wish._replace(standing=tap.standing(made.wish))
         _move_on(contexts, counts)
         return logits if alone else logits.clone()
 
