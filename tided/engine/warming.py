@@ -38,7 +38,7 @@ def warm_up(model: Model, tap: DemandTap, settings: Settings, told: Told) -> Non
             if count > 1:
                 model.keep(lane, 1)
             sample(logits, [(Sampling(temperature=0.0), lane.position)] * count)
-            sample(logits[:1], [(Sampling(), lane.position)])
+            sample(logits[:1], [(Sampling(top_k=2, top_p=0.5), lane.position)])
         if settings.engine.draft != "off" and model.draft_tokens:
             for count in range(1, settings.engine.lanes + 1):  # a proposal changes nothing: any lane stands for others
                 _propose(model, lane, count, device)
