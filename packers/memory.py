@@ -1,13 +1,14 @@
 """Memory that files are read into and written from past the page cache."""
 
-import errno
 import mmap
+from pathlib import Path
 
 import numpy as np
 
 from kernels.record import PAGE_BYTES
 
 LARGE_BYTES = 2 << 20  # of a huge page on x86_64, and on aarch64 with pages of 4 KiB
+HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
 def device_memory(nbytes: int) -> memoryview:
@@ -22,13 +23,24 @@ def device_memory(nbytes: int) -> memoryview:
     room.madvise(mmap.MADV_DONTFORK)
     if not large:
         return memoryview(room)
-    try:
-        room.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as e:
-        if e.errno != errno.EINVAL:  # a kernel without them
-            raise
-    begin = -_address(memoryview(room)) % LARGE_BYTES
+    begin = ask_for_huge_pages(room)
     return memoryview(room)[begin : begin + whole]
+
+
+def ask_for_huge_pages(room: mmap.mmap) -> int:
+    """Where the first of them begins. Where the system's are of another size (512 MB on aarch64 with pages of 64 KiB)
+    none are asked for: a byte that is written would take one whole."""
+    if _huge_page_bytes() == LARGE_BYTES:
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return -_address(memoryview(room)) % LARGE_BYTES
+
+
+def _huge_page_bytes() -> int:
+    """0: the kernel has none."""
+    try:
+        return int(HUGE_PAGE_SIZE.read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def page_aligned(data: memoryview) -> bool:

@@ -10,7 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("house", deadline=None)  # a busy machine is no fault of what is tested
+hypothesis.settings.load_profile("house")
 
 MOST_LEFT = 64  # descriptors, for what a session keeps: models whose checkpoint has 18 shards, pipes of a library
 ENDS_WITHIN_S = 10.0

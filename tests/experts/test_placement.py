@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.record import ExpertRecord
+from packers.memory import HUGE_PAGE_SIZE, LARGE_BYTES
+from tests.mapped import flags_of
 from tided.engine.devices import is_shortage
 from tided.experts import placement
 from tided.experts.arena import Arena, SlotClass
@@ -156,6 +158,25 @@ def test_segments_are_registered_while_any_of_their_bytes_is_used(monkeypatch):
     del memory
     gc.collect()
     assert runtime.held == {}
+
+
+@pytest.mark.skipif(not HUGE_PAGE_SIZE.exists(), reason="no huge pages here")
+def test_the_probe_asks_of_the_device_what_the_slots_will_be(monkeypatch):
+    """Memory of one kind: the process's alone, in huge pages, none of it a child's."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "as_tensor", lambda seen, device: seen._host)
+    probed, _ = Cuda(CUDA).mapped(3 * LARGE_BYTES)
+    slots, _, memory = Cuda(CUDA).reserved(2 * placement.SEGMENT_BYTES)
+    flags, counted = set(flags_of(probed.data_ptr())), {"ac", "nr"}  # whether addresses count as memory
+    assert flags - counted == set(flags_of(slots.data_ptr())) - counted
+    assert {"hg", "dc"} <= flags
+    assert "sh" not in flags
+    assert probed.data_ptr() % LARGE_BYTES == slots.data_ptr() % LARGE_BYTES == 0, "a segment is of whole huge pages"
+    slots[:] = 7
+    memory.use(0, slots.numel())
+    memory.give_back(0, slots.numel())
+    assert not slots.any()
 
 
 @given(st.data())

@@ -1,13 +1,12 @@
 """Memory for transfers past the page cache: aligned, zero, in huge pages where there are some."""
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from kernels.record import PAGE_BYTES
-from packers.memory import LARGE_BYTES, device_memory, page_aligned
+from packers import memory
+from packers.memory import HUGE_PAGE_SIZE, LARGE_BYTES, device_memory, page_aligned
+from tests.mapped import flags_of
 
 
 def address(room: memoryview) -> int:
@@ -29,18 +28,12 @@ def test_memory_off_a_page_is_told_apart():
     assert not page_aligned(device_memory(PAGE_BYTES)[512:])
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="no huge pages here")
-def test_large_rooms_ask_for_huge_pages():
+@pytest.mark.skipif(not HUGE_PAGE_SIZE.exists(), reason="no huge pages here")
+@pytest.mark.parametrize(("size", "asked"), [(LARGE_BYTES, True), (512 << 20, False), (None, False)])
+def test_large_rooms_ask_for_huge_pages_of_the_size_that_they_are_cut_for(size, asked, monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "HUGE_PAGE_SIZE", tmp_path / "size")
+    if size:
+        (tmp_path / "size").write_text(f"{size}\n")
     room = device_memory(3 * LARGE_BYTES)
-    assert "hg" in flags_of(address(room))
-    assert "hg" in flags_of(address(room) + len(room) - 1)
-
-
-def flags_of(at: int) -> list[str]:
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= at < int(found[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return line.split()[1:]
-    raise AssertionError(f"nothing is mapped at {at:x}")
+    assert ("hg" in flags_of(address(room))) == asked
+    assert ("hg" in flags_of(address(room) + len(room) - 1)) == asked

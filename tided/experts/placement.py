@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from packers.memory import LARGE_BYTES, ask_for_huge_pages, device_memory
+
 log = logging.getLogger(__name__)
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # addresses are not counted as memory (Linux)
@@ -228,15 +230,22 @@ class Cuda:
 
 
 class Reserved:
-    """Addresses of the system's memory. A page is there once it is written, and until it is given back."""
+    """Addresses of the system's memory. A page is there once it is written, and until it is given back. A child has
+    none of them: pages that it shared would be parted from what a disk is just reading into."""
 
     by_writing = True
 
     def __init__(self, nbytes: int) -> None:
         """Raises OSError where there are not as many addresses."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        self._map = mmap.mmap(-1, nbytes, flags=flags)
-        self.host = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._map = mmap.mmap(-1, nbytes + LARGE_BYTES, flags=flags)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self._first = self._begin()
+        self.host = torch.frombuffer(memoryview(self._map)[self._first : self._first + nbytes], dtype=torch.uint8)
+
+    def _begin(self) -> int:
+        """Small pages, which come and go one by one."""
+        return 0
 
     def use(self, begin: int, end: int) -> None:
         return
@@ -244,7 +253,7 @@ class Reserved:
     def give_back(self, begin: int, end: int) -> None:
         begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
-            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            self._map.madvise(mmap.MADV_DONTNEED, self._first + begin, end - begin)
 
     def held(self, used: Sequence[tuple[int, int]]) -> int:
         return _rounded_bytes(used, mmap.PAGESIZE, self.host.numel())
@@ -262,6 +271,10 @@ class Registered(Reserved):
         self._used = np.zeros(-(-nbytes // SEGMENT_BYTES), dtype=bool)
         self._in_use: list[tuple[int, int]] = []
         weakref.finalize(self.host, _unregister_all, self.host.data_ptr(), self._used)
+
+    def _begin(self) -> int:
+        """Huge pages, of which a segment has many whole ones."""
+        return ask_for_huge_pages(self._map)
 
     def use(self, begin: int, end: int) -> None:
         self._in_use.append((begin, end))
@@ -330,5 +343,5 @@ class _Seen:
 
 
 def _anonymous(nbytes: int) -> Tensor:
-    """[nbytes] uint8: page-aligned, zero, and real memory only once written."""
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    """[nbytes] uint8: page-aligned, zero, real memory only once written; as `Registered` has it, for the probe."""
+    return torch.frombuffer(device_memory(nbytes)[:nbytes], dtype=torch.uint8)
