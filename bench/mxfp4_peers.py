@@ -244,7 +244,7 @@ class Humming:
             zero_point=tensors.get("zero_point"), weight_scale_2=tensors.get("weight_scale_2"), input_scale=rows[1],
             outputs=out, locks=self._locks, top_k=top_k, valid_shape_m=len(out),
             compute_config=json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "indexed"}),
-            tuning_config=json.dumps([self._tile(product, len(out))]), **ids,
+            tuning_config=json.dumps([[0, 1 << 30, self._tile(product, len(out))[2]]]), **ids,
         )  # fmt: skip
 
     def __call__(self, ready: Any) -> Tensor:
