@@ -49,6 +49,7 @@ from tided.tide.seed import load_seed
 log = logging.getLogger("boot")
 
 LOADED_S = 3600.0  # until the slowest rank has loaded: one that died is told by the heartbeats within seconds
+WAITING_TOLD_S = 5.0
 
 
 class LoopSide(Protocol):
@@ -98,7 +99,7 @@ def _lead(settings: Settings, keys: Keys | None, state_dir: Path, loop: LoopSide
                 loop.joined(link.gather(facts, pairs))
             with _built(opened, 0, pairs, state_dir, loop) as built:
                 with _phase("other ranks", loop):
-                    link.ready(built.residents.digest())
+                    link.ready(built.residents.digest(), LOADED_S, _Waiting(loop, "other ranks"))
                 _warm(built, 0, loop)
                 limits = scheduler_limits(settings, built.model.draft_tokens)
                 scheduler = Scheduler(limits, depths=draft_depths(settings, built.model))
@@ -196,7 +197,7 @@ def _warm(built: Rank, rank: int, loop: LoopSide, meanwhile: Callable[[], None] 
         return
     with _phase("warming up", loop), allocating(built.opened, rank):
         if isinstance(built.group, TorchGroup):
-            built.group.meet("loaded", LOADED_S, meanwhile)
+            built.group.meet("loaded", LOADED_S, _Waiting(loop, "waiting for the other ranks to load", meanwhile))
         warm_up(built.model, built.bank.tap, settings, _Reporter(loop))
 
 
@@ -233,6 +234,22 @@ class _Reporter:
         if now - self._told_s > 0.5 or done == total:
             self._told_s = now
             self._loop.tell(f"{part}: {done} of {total}" if total > 1 else part, done, total)
+
+
+class _Waiting:
+    """A wait for other ranks, told every few seconds: it is progress to whoever watches the start. `also` is called
+    all the time."""
+
+    def __init__(self, loop: LoopSide, what: str, also: Callable[[], None] = lambda: None) -> None:
+        self._loop, self._what, self._also = loop, what, also
+        self._began_s = self._told_s = time.monotonic()
+
+    def __call__(self) -> None:
+        self._also()
+        now = time.monotonic()
+        if now - self._told_s >= WAITING_TOLD_S:
+            self._told_s = now
+            self._loop.tell(f"{self._what}, for {now - self._began_s:.0f} s now")
 
 
 def _memory_bytes() -> int:

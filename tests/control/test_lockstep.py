@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from tests.control.conftest import make_settings
-from tided.control import wire
+from tided.control import lockstep, wire
 from tided.control.keys import load_keys
 from tided.control.lockstep import Follower, Leader
 from tided.control.messages import (
@@ -238,6 +238,24 @@ def test_other_residents_after_loading_are_refused_on_both_sides(keys):
         for call in (lambda: leader.ready("aaa"), lambda: follower.receive(10)):
             with pytest.raises(GuardError, match="residents: rank 0 has aaa, rank 1 has bbb"):
                 call()
+
+
+def test_a_rank_that_loads_is_waited_for_as_long_as_is_said_and_something_else_is_done_meanwhile(keys, monkeypatch):
+    monkeypatch.setattr(lockstep, "MEANWHILE_S", 0.01)
+    looks = []
+
+    def meanwhile():
+        looks.append(len(looks))
+        if len(looks) == 5:
+            follower.ready("aaa")
+
+    with joined(2, keys) as (leader, (follower,)):
+        leader.ready("aaa", 20, meanwhile)
+        assert looks[:5] == [0, 1, 2, 3, 4]
+        with pytest.raises(PairError, match=r"rank 1 sent no Ready within 0\.1 s"):
+            leader.ready("aaa", 0.1)
+        with pytest.raises(ZeroDivisionError):
+            leader.ready("aaa", 20, lambda: 1 / 0)
 
 
 def request(tokens):

@@ -100,6 +100,17 @@ def test_a_rank_is_ready_behind_it(monkeypatch, tmp_path):
     assert side.told[-2:] == ["warmed", "ready"]
 
 
+def test_a_wait_for_other_ranks_is_told_all_the_time(monkeypatch):
+    """What is told is progress: the service manager gives a start more time by it."""
+    side, looks, now_s = Side(), [], iter([100.0, 101.0, 106.0, 107.0, 112.0])
+    monkeypatch.setattr(boot, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    waiting = boot._Waiting(side, "waiting", lambda: looks.append(1))
+    for _ in range(4):
+        waiting()
+    assert side.told == ["waiting, for 6 s now", "waiting, for 12 s now"]
+    assert len(looks) == 4
+
+
 @pytest.mark.parametrize(("device", "expected"), [("cpu", []), ("cuda", ["warming up", "loaded", "warm"])])
 def test_the_ranks_meet_before_it_and_a_cpu_has_none_of_it(monkeypatch, device, expected):
     side = Side()

@@ -15,7 +15,7 @@ Liveness is the heartbeats' business: an idle pair is silent here for hours.
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -31,8 +31,14 @@ from tided.errors import GuardError, PairError, PermissionError_, UnavailableErr
 from tided.settings import Settings
 
 HANDSHAKES = 10  # that fail one after the other are no accident of a rank 0 that just starts or ends
+MEANWHILE_S = 1.0  # between two looks at what else there is, while a message is waited for
+Meanwhile = Callable[[], None]
 Pair = tuple[int, int]
 Reply = TypeVar("Reply", Ready, Digest)
+
+
+def nothing() -> None:
+    """Nothing else is looked at."""
 
 
 class Solo:
@@ -43,7 +49,7 @@ class Solo:
     def gather(self, facts: Mapping[str, str], residents: Sequence[Pair]) -> str:
         return secrets.token_hex(8)
 
-    def ready(self, residents_digest: str) -> None: ...
+    def ready(self, residents_digest: str, wait_s: float = 0.0, meanwhile: Meanwhile = nothing) -> None: ...
 
     def send(self, step: Step) -> None: ...
 
@@ -124,9 +130,12 @@ class Leader:
     def _refuse(self, connection: bytes, differences: list[guard.Difference]) -> None:
         self._send_to(connection, wire.encode(Refused(differences)))
 
-    def ready(self, residents_digest: str) -> None:
-        """Waits until every rank has loaded. Raises GuardError when one holds other residents than rank 0."""
-        for connection, reply in self._replies(Ready, self._settings.parallel.start_timeout_s):
+    def ready(self, residents_digest: str, wait_s: float | None = None, meanwhile: Meanwhile = nothing) -> None:
+        """Waits until every rank has loaded, at most `wait_s` (None: the start's own limit) for each; `meanwhile` is
+        called all the time, and ends the wait by what it raises. Raises GuardError when one holds other residents than
+        rank 0."""
+        limit_s = self._settings.parallel.start_timeout_s if wait_s is None else wait_s
+        for connection, reply in self._replies(Ready, limit_s, meanwhile):
             if reply.residents_digest != residents_digest:
                 differences = [("residents", residents_digest, reply.residents_digest)]
                 self._refuse(connection, differences)
@@ -211,11 +220,16 @@ class Leader:
         self._zap.stop()
         self._context.destroy(wire.LINGER_MS)
 
-    def _replies(self, kind: type[Reply], timeout_s: float) -> Iterator[tuple[bytes, Reply]]:
+    def _replies(
+        self, kind: type[Reply], timeout_s: float, meanwhile: Meanwhile = nothing
+    ) -> Iterator[tuple[bytes, Reply]]:
         """One message of `kind` from every rank, in the order they come."""
         deadline, heard = time.monotonic() + timeout_s, set[int]()
         while missing := self._missing(heard):
-            if not self._poll(deadline):
+            meanwhile()
+            if not self._poll(min(deadline, time.monotonic() + MEANWHILE_S)):
+                if time.monotonic() < deadline:
+                    continue
                 raise PairError(f"{missing} sent no {kind.__name__} within {timeout_s:g} s")
             connection, message = self._receive()
             if (rank := self._rank_of.get(connection)) is None:
