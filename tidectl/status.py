@@ -13,7 +13,6 @@ from tidectl.output import console, emit, is_terminal, plain, say
 from tidectl.running import Machine, Rank, Snapshot, headline
 from tidectl.seeing import Watch, look_everywhere
 from tidectl.state import state_dir
-from tided.errors import TideError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,6 +20,13 @@ if TYPE_CHECKING:
 STYLES = {"serving": "green", "starting": "yellow", "stopping": "yellow", "degraded": "bold red", "stopped": "dim"}
 EXIT_CODES = {"serving": 0, "starting": 4, "stopping": 4, "degraded": 4, "stopped": 3}
 KILLED = "by somebody, or by the kernel for want of memory: `dmesg` tells"
+MOMENTS = {
+    "chunk": "within a prompt",
+    "prompt": "after a prompt",
+    "decode": "within an answer",
+    "urgent": "an answer missed badly",
+    "idle": "between requests",
+}
 LABEL_COLUMNS = 9  # the longest label, known or not: the screen keeps its form
 WATCH_S = 1.0
 
@@ -136,6 +142,7 @@ def health_rows(health: dict[str, Any]) -> list[tuple[str, str]]:
         ("edited", str(edit.get("changes") or "")),
         ("residents", residents_line(health)),
         ("budget", budget_line(health)),
+        ("tide", tide_line(health.get("tide"))),
         ("lanes", lanes_line(lanes, health.get("queue")) if isinstance(lanes, dict) else ""),
         ("speed", f"{speed:.1f} tok/s" if isinstance(speed, int | float) else ""),
     ]
@@ -147,6 +154,19 @@ def budget_line(health: dict[str, Any]) -> str:
     if not isinstance(budget, dict) or budget.get("resident") == budget.get("resident_of_profile"):
         return ""
     return f"{budget.get('resident')} experts until it ends; the profile's: {budget.get('resident_of_profile')}"
+
+
+def tide_line(tide: object) -> str:
+    """Whether experts move now, and what the newest plan exchanged."""
+    if not isinstance(tide, dict):
+        return ""
+    plan = tide.get("last_plan")
+    state = "moves" if tide.get("moving") else "at rest"
+    if not isinstance(plan, dict):
+        return f"{state}; no plan has exchanged anything since the start"
+    when = MOMENTS.get(str(plan.get("reason")), str(plan.get("reason")))
+    how = f"{plan.get('done')} of {plan.get('swaps')} experts exchanged"
+    return f"{state}; the newest plan ({when}, {duration(plan.get('age_s') or 0)} ago): {how}"
 
 
 def residents_line(health: dict[str, Any]) -> str:
@@ -164,17 +184,15 @@ def residents_line(health: dict[str, Any]) -> str:
 
 
 def policy_line(now: Snapshot) -> str:
-    """How the residents are to follow the traffic, by the profile as it is now. How they do, `tidectl top` shows."""
-    from tided.profile import load
-
-    if now.health is None:
+    """How the residents are to follow the traffic, by what runs."""
+    policy = (now.health or {}).get("engine_policy")
+    tide = policy.get("tide") if isinstance(policy, dict) else None
+    if not isinstance(tide, dict):
         return ""
-    try:
-        tide = load(now.profile).tide
-    except TideError:  # changed or removed since it was started
-        return ""
-    ring = f", hot ring of {tide.hot_ring_slots} slots" if tide.hot_ring_slots else ", no hot ring"
-    return f"sensitivity {tide.sensitivity}{ring}"
+    slots, sensitivity = tide.get("hot_ring_slots"), tide.get("sensitivity")
+    ring = f"hot ring of {slots} slots" if slots else "no hot ring"
+    plans = ", so no plans but the first" if sensitivity == "off" else ""
+    return f"sensitivity {sensitivity}{plans}, {ring}"
 
 
 def memory_line(machine: Machine, machines: int) -> str:

@@ -10,6 +10,7 @@ from engine_fakes import LIMITS, Alone, executor, request
 from msgspec.structs import replace
 
 from tided.engine import client as client_module
+from tided.engine.board import ExpertBoard
 from tided.engine.client import EngineClient
 from tided.engine.leader import LeaderEngine
 from tided.engine.scheduler import Scheduler
@@ -17,6 +18,7 @@ from tided.engine.stats import Residency
 from tided.engine.types import Failed, Finished, Sampling, Started, Tokens
 from tided.errors import QueueFullError, RequestError
 
+BOARD = ExpertBoard(1, 2, [])
 RESIDENCY = Residency(generation=0, residents=15, total=24, mask_hash="")
 
 
@@ -240,6 +242,7 @@ async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
             data_plane={"sum_us": 12.0},
             about={"build": {"code": "ab"}},
             living=(8, 9),
+            board=BOARD,
         )
     )
 
@@ -249,6 +252,7 @@ async def test_health_tells_the_speed_of_the_answers_that_grow(monkeypatch):
         await asyncio.sleep(0)  # one turn of the loop: the wake-up runs
 
     assert client.health()["build"] == {"code": "ab"}
+    assert client.health()["tide"] == {"moving": False, "last_plan": None}
 
     def speed():
         return client.health()["decode_tok_s"]
@@ -283,6 +287,7 @@ async def test_steps_that_arrive_with_one_wake_up_are_counted_once(monkeypatch):
             data_plane={"sum_us": 12.0},
             about={"build": {"code": "ab"}},
             living=(8, 9),
+            board=BOARD,
         )
     )
     answer = client.submit(request("a"))

@@ -4,6 +4,7 @@ import pytest
 from engine_fakes import SWAPS, Bench, FakePilot, request
 
 from tided.engine import leader
+from tided.engine.board import tide
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +63,23 @@ def test_what_is_wanted_is_shown_without_a_ring():
     bench.finish()
     assert bench.engine.heat is not shown
     assert Bench().engine.heat is None
+
+
+def test_the_newest_plan_is_shown_as_it_is_carried_out():
+    bench = Bench(pilot=FakePilot(prompt=SWAPS))
+    engine = bench.engine
+    assert tide(engine.board, 0.0) == {"moving": False, "last_plan": None}
+    bench.submit(request("a", prompt=12, max_tokens=9))
+    seen, made = [], set()
+    while engine.turn():
+        seen.append(tide(engine.board, engine.last_step_s))
+        made |= {engine.board.plan.at_s} if engine.board.plan else set()
+    plans = [(one["moving"], one["last_plan"]["done"]) for one in seen if one["last_plan"]]
+    assert plans[0] == (True, 0)
+    assert plans[-1] == (False, len(SWAPS))
+    assert plans == sorted(plans, key=lambda plan: plan[1])
+    assert {(one["last_plan"]["reason"], one["last_plan"]["swaps"]) for one in seen if one["last_plan"]} == {
+        ("prompt", len(SWAPS))
+    }
+    [at_s] = made
+    assert tide(engine.board, at_s + 90.04)["last_plan"]["age_s"] == 90.0

@@ -26,6 +26,8 @@ class Health(BaseHTTPRequestHandler):
             "generation": 3,
             "lanes": {"total": 2, "busy": 1},
             "queue": 4,
+            "tide": {"moving": False, "last_plan": {"reason": "prompt", "swaps": 12, "done": 9, "age_s": 200.4}},
+            "engine_policy": {"tide": {"sensitivity": "high", "hot_ring_slots": 0}},
         }
         self.send_response(200)
         self.end_headers()

@@ -86,6 +86,7 @@ def test_start_status_logs_stop(tidectl: Tidectl, profile: Path, state: Path) ->
     assert (rows["model"], rows["lanes"]) == ("mini", "1 of 2 busy, 4 waiting")
     assert rows["residents"] == "312 of 480 experts (65.0 % of them), plan 3"
     assert rows["policy"] == "sensitivity high, no hot ring"
+    assert rows["tide"] == "at rest; the newest plan (after a prompt, 3 min 20 s ago): 9 of 12 experts exchanged"
     assert re.fullmatch(r"\d+\.\d of \d+\.\d GB available", rows["memory"])
     assert rows["rank"].split() == ["phase", "for", "process", "memory", "reads"]
     assert rows["0"].startswith("ready")

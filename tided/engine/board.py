@@ -69,6 +69,16 @@ class Figures(msgspec.Struct, frozen=True):
     lanes: tuple[LaneFigures, ...] = ()
 
 
+class PlanShown(msgspec.Struct, frozen=True):
+    """The newest plan that had something to exchange: the moment that it was made at, how many swaps it planned, and
+    how many of these are done. `at_s`: monotonic."""
+
+    reason: str
+    swaps: int
+    done: int
+    at_s: float
+
+
 class Recent(msgspec.Struct, frozen=True):
     at_s: float
     pair: Pair
@@ -96,6 +106,7 @@ class ExpertBoard:
         self.sequence = 0
         self.loading: tuple[Pair, ...] = ()
         self.recent: tuple[Recent, ...] = ()
+        self.plan: PlanShown | None = None
         self._loads: dict[int, Load] = {}
         for pair in residents:
             self._set(pair, RESIDENT)
@@ -140,6 +151,18 @@ class ExpertBoard:
         self.states[at] = state
         slot = self._slot_of(pair) if state in (RESIDENT, TRANSIENT) else None
         self.slots[at] = -1 if slot is None else slot
+
+
+def tide(board: ExpertBoard, now_s: float) -> dict[str, Any]:
+    """For /health: whether experts are being read beside the steps, and what the newest plan did."""
+    plan = board.plan
+    told = plan and {
+        "reason": plan.reason,
+        "swaps": plan.swaps,
+        "done": plan.done,
+        "age_s": round(now_s - plan.at_s, 1),
+    }
+    return {"moving": bool(board.loading), "last_plan": told}
 
 
 def as_json(

@@ -19,7 +19,7 @@ from msgspec.structs import asdict
 
 from tided.control.memory import available_bytes
 from tided.engine.audit import Auditor
-from tided.engine.board import ExpertBoard, Figures, HeatLevels, cells, held
+from tided.engine.board import ExpertBoard, Figures, HeatLevels, cells, held, tide
 from tided.engine.board import as_json as as_map
 from tided.engine.budget import BudgetAsk, Forecast
 from tided.engine.speed import DecodeSpeed
@@ -317,6 +317,7 @@ class EngineClient:
                 "budget": dict(zip(("resident", "resident_of_profile"), engine.living, strict=True)),
                 "generation": residency.generation,
                 "mask_hash": residency.mask_hash,
+                "tide": tide(engine.board, time.monotonic()),
                 "expert_reads": dict(engine.expert_reads),
                 "data_plane": dict(engine.data_plane),
                 **engine.about,

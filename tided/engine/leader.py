@@ -14,13 +14,13 @@ import torch
 from msgspec import structs
 
 from tided.control.messages import Change, Recalled, Step, Stop
-from tided.engine.board import FIGURES_EVERY_S, ExpertBoard, Figures
+from tided.engine.board import FIGURES_EVERY_S, ExpertBoard, Figures, PlanShown
 from tided.engine.budget import BudgetAsk, Budgets, Forecast, Nodes
 from tided.engine.checks import check_images, check_request
 from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S, REST_AFTER_S, Engine, OnFault
 from tided.engine.executor import Executor
 from tided.engine.ledger import Ledger
-from tided.engine.motion import Motion, Moved
+from tided.engine.motion import Motion, Moved, Plan
 from tided.engine.ports import LeaderLink, Pilot
 from tided.engine.recall import Candidate, Recalls
 from tided.engine.scheduler import Scheduler
@@ -100,6 +100,7 @@ class LeaderEngine(Engine):
         self.figures = Figures()
         self._figures_s = -math.inf
         self._swaps = self._waits = 0
+        self._plan: Plan | None = None  # the one that is shown
         self._wait_s: dict[int, float] = {}  # by rank; replaced and never changed
 
     # For other threads
@@ -180,6 +181,7 @@ class LeaderEngine(Engine):
         if change:
             self.board.changed(change, self.last_step_s)
             self.board.arena_slots = self.executor.residents.slots
+            self._show_plan()
         if self.last_step_s - self._figures_s >= FIGURES_EVERY_S or not self.scheduler.running:
             self._figures_s = self.last_step_s
             routed, drafts = self.ledger.routed(), self.ledger.drafts
@@ -201,6 +203,13 @@ class LeaderEngine(Engine):
                 device_bytes=torch.cuda.memory_allocated(),
                 arena_bytes=self.executor.residents.arena_bytes,
             )
+
+    def _show_plan(self) -> None:
+        plan, shown = self.motion.newest, self.board.plan
+        if plan is None:
+            return
+        since_s = shown.at_s if shown and plan is self._plan else self.last_step_s
+        self._plan, self.board.plan = plan, PlanShown(plan.reason, plan.swaps, self.motion.done, since_s)
 
     def _held_prefixes(self, request: Request) -> Sequence[Candidate]:
         return self.executor.caching.candidates(request, self.executor.residents.mask_hash)

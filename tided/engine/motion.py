@@ -99,6 +99,8 @@ class Motion:
         places = (spare,) if hot.kinds is None else hot.kinds.spare
         self._ranks, self._spare = ranks, [min(most, MAX_SWAPS_AT_ONCE) for most in places]
         self._planned: deque[tuple[PairSwap, Plan]] = deque()
+        self.newest: Plan | None = None  # that had something to exchange
+        self.done = 0  # of its swaps
         self._reading: dict[int, _Reading] = {}
         self._tickets = self._clock = 0
         self._at_once = FIRST_READS
@@ -138,6 +140,7 @@ class Motion:
         if not swaps:
             return
         plan = Plan(reason, len(swaps))
+        self.newest, self.done = plan, 0
         self._planned = deque((swap, plan) for swap in swaps)
 
     def hold(self, holds: bool = True) -> None:
@@ -234,6 +237,7 @@ class Motion:
                 moved.swaps.append((load.out, load.pair))
                 assert reading.plan is not None
                 moved.plans.append(reading.plan)
+                self.done += reading.plan is self.newest
 
     def _give_up(self, load: Load) -> None:
         """Raises PairError when this is no matter of single records any more."""
