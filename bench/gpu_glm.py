@@ -108,7 +108,6 @@ def made(
     bank = ExpertBank(record, arena.data, tables, tap)
     model = opened.family.load(opened.checkpoint, settings, OneOfTwo(), bank, on)
     assert isinstance(model, Glm53)
-    model.steps.over_ranks = True
     return Made(opened, model, bank)
 
 

@@ -79,3 +79,10 @@ def test_by_kernels_blocks_are_steps_in_the_interpreter():
 @pytest.mark.parametrize("case", ["steps", "blocks", "company", "waiting", "captured"])
 def test_on_a_gpu_they_are_the_cpu_s_captured_or_not(case):
     assert run("glm53_step_cases.py", "cuda", case, where=HERE).endswith("ok\n")
+
+
+@pytest.mark.gpu
+def test_ranks_on_two_gpus_have_the_bits_of_eager_steps():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two ranks want two GPUs")
+    assert run("glm53_rank_cases.py", "cuda", where=HERE).strip().endswith("ok")

@@ -61,11 +61,10 @@ class Row:
 @dataclass
 class DecodeSteps:
     """Of one model. Used by the engine's thread alone. `captures` False: every step runs eagerly; `everywhere`: also
-    where there are no kernels, for comparison; `over_ranks`: also on one of several, which go by spans else."""
+    where there are no kernels, for comparison."""
 
     captures: bool = True
     everywhere: bool = False
-    over_ranks: bool = False
     prepared: dict[int, Prepared] = field(default_factory=dict)  # by rows
     _scores: Tensor | None = None
     _memory: Any = None  # of all graphs: they run one after another
@@ -80,10 +79,10 @@ class DecodeSteps:
 
     def _by_kernels(self, model: "Glm53") -> bool:
         """Rows of a pool in FP8 must hold their scales at multiples of four bytes."""
-        one, alone = model.blocks[0].attention, model.group.ranks == 1
+        one = model.blocks[0].attention
         aligned = not one.rows.packed or one.latent_dim % 4 == 0
         packed = one.up.dtype is torch.bfloat16 and model.numerics is not FP32
-        return has_kernels(model.norm.device) and packed and aligned and (alone or self.over_ranks)
+        return has_kernels(model.norm.device) and packed and aligned
 
     @torch.inference_mode()
     def run(

@@ -1,0 +1,90 @@
+"""GLM-5.3's captured decode steps of two ranks on two GPUs, against eager ones, and against steps by spans: run
+by `test_glm53_steps.py`. Contexts whole on each rank, and shared by the ranks.
+
+python tests/models/glm53_rank_cases.py cpu|cuda"""
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from tests.models.glm53_step_cases import NEAR, TOKENS, error
+from tests.models.rig import GLM, load_model, settings
+from tided.engine.dataplane import TorchGroup
+from tided.engine.local_ranks import free_port, run_ranks
+from tided.models.glm53 import load
+from tided.models.parallel import Group
+from tided.settings import Engine, Parallel
+
+RANKS, TIMEOUT_S, STEPS = 2, 240.0, 6
+SHARED = 0.4  # the median distance of steps whose choices differ
+CASES: tuple[dict[str, Any], ...] = ({"split": False}, {"split": True}, {"split": True, "dtype": "fp8"})
+
+
+def loaded(device: torch.device, group: Group, captures: bool, fixed: bool = True, **cache: Any) -> Any:
+    base = settings(GLM, pool_tokens=4096, context_tokens=512)
+    asked = replace(base, cache=replace(base.cache, **cache), engine=Engine(device=device.type, draft="3"))
+    with patch.object(load, "_is_widened", lambda _: device.type == "cpu"):
+        model = load_model(GLM, group, asked, device)
+    model.steps.captures = captures
+    model.steps.everywhere = fixed
+    if not fixed:
+        model.steps.serve = lambda *_: False
+    return model
+
+
+def served(model: Any) -> Iterator[Tensor]:
+    """Logits of steps of two lanes, then of a block of three rows of which two stay, then of one lane."""
+    lanes = [model.open_lane(index) for index in range(2)]
+    for lane, length in zip(lanes, (101, 40), strict=True):
+        model.prefill(lane, TOKENS[:length].to(model.norm.device), "none")
+    for step in range(STEPS):
+        yield model.decode(lanes, TOKENS[110 + step : 112 + step]).clone()
+    yield model.decode(lanes[:1], TOKENS[120:123], [3]).clone()
+    model.keep(lanes[0], 2)
+    for step in range(2):
+        yield model.decode(lanes[:1], TOKENS[130 + step : 131 + step]).clone()
+
+
+def main() -> None:
+    device, port, rank = torch.device(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
+    if device.type == "cuda":
+        torch.cuda.set_device(rank)
+    base = settings(GLM)
+    asked = replace(base, engine=Engine(device=device.type), parallel=Parallel(ranks=RANKS, data_port=port))
+    group = TorchGroup(asked, rank)
+    for cache in CASES:
+        eager, captured = (list(served(loaded(device, group, one, **cache))) for one in (False, True))
+        for wanted, got in zip(eager, captured, strict=True):
+            assert torch.equal(wanted, got), f"{cache}: a captured step is not the eager one"
+        own = torch.cat([logits.view(torch.int32).to(torch.int64).sum(1) for logits in captured])
+        whole = group.concat(own.view(1, -1)).view(RANKS, -1)
+        assert torch.equal(whole[0], whole[1]), f"{cache}: the ranks differ"
+        reference = served(loaded(device, group, False, fixed=False, **cache))
+        rows = (zip(got, wanted, strict=True) for got, wanted in zip(captured, reference, strict=True))
+        far = [error(*both) for step in rows for both in step]
+        print(f"  {cache}: {[round(one, 4) for one in far]}", flush=True)
+        # Shared contexts are summed in another order, and a random model makes much of a rounding.
+        assert statistics.median(far) < (SHARED if cache["split"] else NEAR)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    print("ok", flush=True)
+    group.close()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        main()
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                run_ranks([__file__, sys.argv[1], str(free_port())], Path(folder), RANKS, TIMEOUT_S)
+            finally:
+                print((Path(folder) / "rank-0.log").read_text(errors="replace"), flush=True)
