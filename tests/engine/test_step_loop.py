@@ -475,18 +475,25 @@ def test_the_log_line_holds_no_token(caplog):
 
 @pytest.mark.parametrize(("captured", "begun"), [(False, 2), (True, 0)])
 def test_reads_begin_behind_a_launch_and_before_what_this_thread_computes(monkeypatch, captured, begun):
-    """A CPU computes on this thread: its disk would stand still for a step. A device has its work by then."""
+    """A CPU computes on this thread: its disk would stand still for a step. A device has its work by then. What others
+    are shown of the change is made behind the launch too."""
     bench = Bench()
     bench.submit(request("a", prompt=3, max_tokens=40))
     bench.turn(2)
     executor = bench.engine.executor
     monkeypatch.setattr(executor.model, "is_captured", lambda rows: captured)
     seen, drawn = [], []
-    real, draw = executor.model.decode, executor._draw
+    real, drawn_by = executor.model.decode, executor._drawn
+    board = bench.engine.board
+
+    def looks(*given):
+        drawn.append((executor.residents.reading, len(board.loading)))
+        return drawn_by(*given)
+
     monkeypatch.setattr(
         executor.model, "decode", lambda *given: seen.append(executor.residents.reading) or real(*given)
     )
-    monkeypatch.setattr(executor, "_draw", lambda *given: drawn.append(executor.residents.reading) or draw(*given))
+    monkeypatch.setattr(executor, "_drawn", looks)
     bench.engine.motion.take_plan(SWAPS, "test")
     bench.turn()
-    assert (seen, drawn) == ([begun], [2])
+    assert (seen, drawn) == ([begun], [(2, 2)])

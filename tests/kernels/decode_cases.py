@@ -552,6 +552,7 @@ def case_some_demand() -> None:
             books[0].record_step(Together(numbers, lanes, *seen, None).rows(chosen))
         if standing is not None:
             got = standing.add(None if len(chosen) == rows else [*some])
+            standing.behind.synchronize()
         else:
             own = books[1]
             told = torch.tensor([turn % 3, *(row in some for row in range(rows))])

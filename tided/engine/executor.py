@@ -50,6 +50,7 @@ class Executor:
         self._masks: dict[int, bytes] = {}  # of the step in hand, by lane
         self._loads: dict[int, Load] = {}  # reads under way
         self._to_begin: list[Load] = []  # of the step in hand: behind the launch of its work
+        self.beside: Callable[[], None] | None = None  # the same of who decides the steps; at the latest at its end
         self._history = hashlib.blake2b(digest_size=16)
 
     @torch.inference_mode()
@@ -78,6 +79,7 @@ class Executor:
         for lane in step.save:
             if lane not in outcome.failed:
                 self._save(lane)
+        self._launched()
         marks.append(time.perf_counter())
         self.tap.add_up()
         self._history.update(f"{step.seq} {outcome.tokens};".encode())
@@ -169,6 +171,13 @@ class Executor:
         if not isinstance(work, Decode) or (self.urgent is not None and self.urgent.may_wait(work.lanes)):
             return False
         return self.model.is_captured(len(work.lanes) + sum(work.drafts))
+
+    def _launched(self) -> None:
+        """The step's work is launched: while a device computes, this thread has time."""
+        self._begin_reads()
+        beside, self.beside = self.beside, None
+        if beside is not None:
+            beside()
 
     def _begin_reads(self) -> None:
         loads, self._to_begin = self._to_begin, []
@@ -267,7 +276,7 @@ class Executor:
             logits = self.model.decode(states, self._ids([lane.token for lane in lanes]))
             tokens = self._drawing(work.lanes, logits)
             self.tap.add_up()  # behind the draw; with drafts, who says which rows count comes later
-            self._begin_reads()
+            self._launched()
             self._drawn(work.lanes, logits, tokens(), outcome)
         else:
             blocks = [
@@ -275,7 +284,7 @@ class Executor:
             ]
             counts = [len(block) for block in blocks]
             logits = self.model.decode(states, self._ids([token for block in blocks for token in block]), counts)
-            self._begin_reads()
+            self._launched()
             for index, block, rows in zip(work.lanes, blocks, torch.split(logits, counts), strict=True):
                 self._verify(index, block, rows, outcome)
         self._propose(lanes, work.propose, work.places)

@@ -7,13 +7,14 @@ import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from msgspec import structs
 
-from tided.control.messages import Change, Recalled, Step, Stop
+from tided.control.messages import Recalled, Step, Stop
 from tided.engine.board import FIGURES_EVERY_S, ExpertBoard, Figures, PlanShown
 from tided.engine.budget import BudgetAsk, Budgets, Forecast, Nodes
 from tided.engine.checks import check_images, check_request
@@ -162,26 +163,34 @@ class LeaderEngine(Engine):
         self._emit()
         began_s = time.monotonic()
         self._link.send(step)
+        self.executor.beside = partial(self._changed, step)
         outcome = self._execute(step)
         if step.digest_due:
             self._compare(step.seq, outcome.digest)
-        self.ledger.account(step, outcome, self._moved, self.last_step_s - began_s, self.last_step_s)
+        self.ledger.account(step, outcome, self.last_step_s - began_s, self.last_step_s)
         if step.work is not None:
             self._rested, self._resting = False, None
-        self._show(step.change)
+        self._show()
 
     def _compare(self, seq: int, digest: str) -> None:
         waited_s = self._link.compare(seq, digest)
         self._waits += 1
         self._wait_s = {rank: self._wait_s.get(rank, 0.0) + seconds for rank, seconds in waited_s.items()}
 
-    def _show(self, change: Change) -> None:
-        """What others may look at. The figures are made few times a second, whoever looks."""
+    def _changed(self, step: Step) -> None:
+        """Beside the step's work: what its change means to the books and to who looks, and what was read meanwhile."""
+        now_s = time.monotonic()
         self._swaps += len(self._moved.swaps)
-        if change:
-            self.board.changed(change, self.last_step_s)
+        if step.change:
+            self.ledger.changed(step, self._moved, now_s)
+            self.board.changed(step.change, now_s)
             self.board.arena_slots = self.executor.residents.slots
             self._show_plan()
+        if not step.digest_due:  # else the next that another rank says may be its digest
+            self._collect_experts()
+
+    def _show(self) -> None:
+        """What others may look at. The figures are made few times a second, whoever looks."""
         if self.last_step_s - self._figures_s >= FIGURES_EVERY_S or not self.scheduler.running:
             self._figures_s = self.last_step_s
             routed, drafts = self.ledger.routed(), self.ledger.drafts
@@ -244,6 +253,9 @@ class LeaderEngine(Engine):
         if caching.plan.strict and self.ledger.residency.mask_hash != self._mask:
             self._mask = self.ledger.residency.mask_hash
             recalls.renew()
+        self._collect_experts()
+
+    def _collect_experts(self) -> None:
         if self.motion.reading:
             for reads in (self.executor.residents, self._link):
                 self.motion.landed(reads.landed())

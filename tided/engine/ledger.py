@@ -121,11 +121,13 @@ class Ledger:
         for lane in step.park:
             self._stats(lane).parked += 1
 
-    def account(self, step: Step, outcome: Outcome, moved: Moved, seconds: float, now_s: float) -> None:
-        """The step took `seconds` and ended at `now_s`. Change, chunk and prompt first: a token may end its request."""
-        if step.change:
-            self.traces.changed(step.seq, step.change, self._motion.why, now_s)
-            self._published(moved)
+    def changed(self, step: Step, moved: Moved, now_s: float) -> None:
+        """The step's change is done, and its work launched: before `account`, where a token may end its request."""
+        self.traces.changed(step.seq, step.change, self._motion.why, now_s)
+        self._published(moved)
+
+    def account(self, step: Step, outcome: Outcome, seconds: float, now_s: float) -> None:
+        """The step took `seconds` and ended at `now_s`. Chunk and prompt first: a token may end its request."""
         self._scheduler.took(step.work, seconds, len(outcome.tokens))
         if self._is_quiet(step.work):
             self._executor.tap.forget_wishes()

@@ -1,8 +1,9 @@
 """The demand of steps that are graphs themselves, whose wishes lie where those before lay: added up by one replay.
 Where drafts are judged this stands between two steps, while the device waits.
 
-The graph takes in which rows count and where their wishes are kept, adds, and sends the totals along. Making it runs
-the launch once with no row that counts: it is compiled then, and leaves no trace."""
+The graph takes in which rows count and where their wishes are kept, adds, and sends totals and wishes to the host: who
+looks at them there launches nothing, and waits for no later work. Making it runs the launch once with no row that
+counts: it is compiled then, and leaves no trace."""
 
 from collections.abc import Callable, Collection
 
@@ -24,29 +25,33 @@ class Standing:
         there = here.to(wanted.device, copy=True)
         kept = wanted.new_zeros(steps, *wanted.shape), weights.new_zeros(steps, *weights.shape)
         added = weights.new_empty(*wanted.shape[:2], 8)
+        on_host = [torch.empty_like(one, device="cpu", pin_memory=True) for one in kept]
 
         def work() -> None:
             there.copy_(here, non_blocking=True)
             add_some_demand(seen, books, light, there, kept, added)
             send()
+            for one, copy in zip(kept, on_host, strict=True):
+                copy.copy_(one, non_blocking=True)
 
         work()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             work()
-        self._told, self._memory = here.numpy(), (here, there, added)  # a graph holds nothing that it works on
-        self._kept = list(zip(kept[0].unbind(), kept[1].unbind(), strict=True))
-        self._behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.layers = seen[0].cpu()
+        self._told, self._memory = here.numpy(), (here, there, kept, added)  # a graph holds nothing that it works on
+        self._kept = list(zip(on_host[0].unbind(), on_host[1].unbind(), strict=True))
+        self.behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def add(self, rows: Collection[int] | None) -> tuple[Tensor, Tensor]:
-        """`rows` count; None: all. -> wanted and weights [n, R, k], copied, of other rows without weight; overwritten
-        after as many calls as steps are kept."""
-        self._behind.synchronize()  # the graph has taken in what it was told before
+        """`rows` count; None: all. -> wanted and weights [n, R, k] on the host, of others without weight, there once
+        `behind` has come; overwritten after as many calls as steps are kept."""
+        self.behind.synchronize()  # the graph has taken in what it was told before
         self._turn = (self._turn + 1) % len(self._kept)
         self._told[0], self._told[1:] = self._turn, rows is None
         for row in rows or ():
             self._told[1 + row] = 1
         self._graph.replay()
-        self._behind.record()
+        self.behind.record()
         return self._kept[self._turn]

@@ -115,12 +115,13 @@ class Together(NamedTuple):
 
 class Wish(NamedTuple):
     """The router's true picks of some layers of a step. layers [n]; wanted, weights [n, T, k], of which `rows` count
-    and the others have no weight."""
+    and the others have no weight. All may be on the host, and there once what `standing` launched is done."""
 
     layers: Tensor
     wanted: Tensor
     weights: Tensor
     rows: int
+    standing: "Standing | None" = None
 
 
 class Wanted(NamedTuple):
@@ -299,7 +300,8 @@ class DemandTap:
         rows, wishes = self._counting(seen), self.wishes[-1]
         if seen.standing is not None and not wishes:  # it keeps one wish a step
             wanted, weights = seen.standing.add(rows)
-            wishes.append(Wish(seen.layers, wanted, weights, wanted.shape[1] if rows is None else len(rows)))
+            count = wanted.shape[1] if rows is None else len(rows)
+            wishes.append(Wish(seen.standing.layers, wanted, weights, count, seen.standing))
             return True
         if rows is not None:
             seen = seen.rows(torch.tensor(rows, dtype=torch.int64, device=seen.lane_of_row.device))
@@ -341,19 +343,20 @@ class DemandTap:
     def take_wanted(self) -> Wanted:
         """What rows wanted since the last call (of the newest KEPT_STEPS steps), before residency and over all lanes;
         picks lighter than `light` count for nothing. Layers may have computed other rows than those before them
-        (bounded replay)."""
+        (bounded replay). On the host."""
         self.add_up()
         _, layers, experts = self._counts.shape
-        total = torch.zeros(layers * experts, device=self._counts.device)
-        rows = torch.zeros(layers, device=self._counts.device)
+        total, rows = np.zeros(layers * experts), np.zeros(layers, np.float32)
         wishes = [wish for step in self.wishes for wish in step]
         self.wishes = deque([[]], maxlen=KEPT_STEPS)
         for wish in wishes:
-            where = (wish.layers[:, None, None] * experts + wish.wanted).flatten()
-            weights = torch.where(wish.weights >= self.light, wish.weights, 0.0)
-            total.index_add_(0, where, weights.flatten())
-            rows[wish.layers] += wish.rows
-        return Wanted(total.view(layers, experts), rows)
+            if wish.standing is not None:
+                wish.standing.behind.synchronize()
+            of, wanted, weights = (part.cpu().numpy() for part in (wish.layers, wish.wanted, wish.weights))
+            heavy = np.where(weights >= self.light, weights, 0.0)
+            total += np.bincount((of[:, None, None] * experts + wanted).ravel(), heavy.ravel(), len(total))
+            rows[of] += wish.rows
+        return Wanted(torch.from_numpy(total.astype(np.float32)).view(layers, experts), torch.from_numpy(rows))
 
     def peek(self, lane: int) -> tuple[Tensor, Tensor, Tensor]:
         """What `take` would give now, and nothing starts again. Views: they change with the next step."""

@@ -38,10 +38,7 @@ class _Lane:
     seen: Stretch = field(default_factory=Stretch)  # since the answer began
     stretch: Stretch = field(default_factory=Stretch)  # since the last decode plan, or since one was not worth making
     recent: deque[Stretch] = field(default_factory=deque)  # the newest steps, one entry each
-
-    @property
-    def window(self) -> Stretch:
-        return sum(self.recent, start=Stretch())
+    window: Stretch = field(default_factory=Stretch)  # their sum; of counts, so what is added comes off again exactly
 
 
 class Windows:
@@ -65,8 +62,9 @@ class Windows:
             return 0
         watched.seen, watched.stretch = now, watched.stretch + new
         watched.recent.append(new)
+        watched.window += new
         while watched.window.tokens - watched.recent[0].tokens >= WINDOW_TOKENS:
-            watched.recent.popleft()
+            watched.window -= watched.recent.popleft()
         self._since_urgent += new.tokens
         return new.tokens
 
@@ -78,6 +76,7 @@ class Windows:
         """A plan was made, if only an empty one. What was missed before says nothing about the set that follows."""
         for lane in self._lanes.values():
             lane.recent.clear()
+            lane.window = Stretch()
             if due == "decode":
                 lane.stretch = Stretch()
         if due == "urgent":
