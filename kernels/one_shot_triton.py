@@ -15,7 +15,7 @@ ranks agree on, and no launch waits for a whole grid.
   word that the host sees, and goes on with what is there. From then on no launch waits longer than it takes to look at
   that. The host ends all waits by its word too.
 
-On a device the bound is counted in nanoseconds, in the interpreter in polls."""
+`patience` is counted in microseconds, in the interpreter in polls."""
 
 import torch
 import triton
@@ -44,8 +44,8 @@ _STACKED: tl.constexpr = tl.constexpr(STACKED)
 
 
 @triton.jit
-def _now(polls):
-    return polls.to(tl.int64) if INTERPRETED else tl.extra.cuda.globaltimer()
+def _now_ns(polls):
+    return 1000 * polls.to(tl.int64) if INTERPRETED else tl.extra.cuda.globaltimer()
 
 
 @triton.jit
@@ -55,12 +55,14 @@ def _await(flag, epoch, peer, given_up, word, patience):
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     polls = (seen * 0).to(tl.int32)
     over = seen * 0
-    began = _now(polls)
+    began_ns = _now_ns(polls)
+    most_ns = 1000 * patience.to(tl.int64)
     while (seen < epoch) & (over == 0):
         polls += 1
         if polls % _POLLS == 0:
-            late = ((_now(polls) - began) > patience).to(tl.int64) * (peer + 1)
-            tl.atomic_max(given_up, tl.maximum(tl.load(word, volatile=True), late), sem="relaxed", scope="gpu")
+            late = ((_now_ns(polls) - began_ns) > most_ns).to(tl.int64) * (peer + 1)
+            found = tl.maximum(tl.load(word, volatile=True), late)
+            tl.atomic_cas(given_up, over, found, sem="relaxed", scope="gpu")  # the first to be found counts
             over = tl.atomic_add(given_up, 0, sem="relaxed", scope="gpu")
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     if seen < epoch:

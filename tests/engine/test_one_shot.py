@@ -199,9 +199,9 @@ def test_devices_that_do_not_reach_each_other_are_told_apart(monkeypatch):
 
 
 def test_the_patience_is_that_of_other_collectives(monkeypatch):
-    """And the kernel is given nanoseconds."""
+    """And the kernel is given microseconds."""
     given = []
     monkeypatch.setattr(one_shot, "one_shot", lambda *all_: given.append(all_))
     a_rank()(torch.ones(1, 4), ADDED)
-    assert given[0][-1] == 9_000_000_000
+    assert given[0][-1] == 9_000_000
     assert dataplane.MOST_SHARING == MOST_RANKS

@@ -200,7 +200,7 @@ def process_of_a_gpu(rank, ranks, port, rounds):
     store = TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=WAIT_S))
     began_s = time.monotonic()
     one = opened(store, rank, ranks, WAIT_S, WAIT_S)
-    print(f"rank {rank}: opened after {time.monotonic() - began_s:.1f} s", flush=True)
+    print(f"rank {rank} of {torch.cuda.device_count()} devices: {time.monotonic() - began_s:.1f} s to open", flush=True)
     equals_torch(one, MANY[:8], "cuda", rounds)
     print(f"rank {rank}: as torch's after {time.monotonic() - began_s:.1f} s", flush=True)
     side, step = torch.cuda.Stream(), Replayed(one, (6, 5120))

@@ -48,8 +48,8 @@ class OneShot:
 
     def __call__(self, part: Tensor, kind: int) -> Tensor:
         """A contiguous part that it takes -> what `kernels.one_shot_triton.one_shot` makes of it."""
-        patience_ns = int(1e9 * self._patience_s)
-        return one_shot(part, self._regions, self._own, self.rank, self.ranks, kind, patience_ns)
+        patience_us = int(1e6 * self._patience_s)
+        return one_shot(part, self._regions, self._own, self.rank, self.ranks, kind, patience_us)
 
     def check(self) -> None:
         """Asks no device: what launches that are over have left. Raises PairError if a peer did not come to one."""
