@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.gpu_step import prepared, step_table
+from bench.gpu_step import prepared, replayed_us, step_table
 from bench.gpu_timing import microseconds, spread
 from bench.synthetic import real_shapes
 from tided.engine.dataplane import TorchGroup
@@ -88,6 +88,16 @@ def agree(group: TorchGroup, model: Any, rows: int, context: int) -> tuple[bool,
     return bool((whole[0] == whole[1]).all()) and bool(torch.isfinite(logits).all()), calls
 
 
+def replays(model: Any, asked: dict[str, Any]) -> None:
+    """Steps alone, before a profiler is attached to any."""
+    for rows in asked["rows"]:
+        at = prepared(model, rows, asked["context"])
+        took = [replayed_us(at.made.captured.pieces, asked["rounds"]) / 1e3 for _ in range(asked["repeats"])]
+        print(f"  {rows} rows: step {spread(took, 3)} ms", flush=True)
+        for lane in at.lanes:
+            model.close_lane(lane)
+
+
 def main() -> None:
     asked, rank = json.loads(sys.argv[1]), int(sys.argv[3])
     torch.cuda.set_device(rank)
@@ -100,14 +110,19 @@ def main() -> None:
     group.check()
     room = max(asked["rows"]) * (asked["context"] + 256)
     model = real_shapes(asked["layers"], asked["resident"], room, group=group)
+    models = {name: replace(model, steps=DecodeSteps()) for name in ways(group)}
+    print(flush=True)
     for name, way in ways(group).items():
-        model = replace(model, steps=DecodeSteps())
         with way(), torch.inference_mode():
-            same, calls = agree(group, model, max(asked["rows"]), asked["context"])
+            same, calls = agree(group, models[name], max(asked["rows"]), asked["context"])
             bits = "the same bits" if same else "NOT THE SAME"
-            print(f"\nby {name}: {calls} collectives a step; the ranks' logits are {bits}")
+            print(f"by {name}: {calls} collectives a step; the ranks' logits are {bits}", flush=True)
+            replays(models[name], asked)
+    for name, way in ways(group).items():
+        print(f"\nby {name}")
+        with way():
             for rows in asked["rows"]:
-                step_table(model, rows, asked["context"], asked["rounds"], asked["repeats"], asked["best"])
+                step_table(models[name], rows, asked["context"], asked["rounds"], asked["repeats"], asked["best"])
     torch.cuda.synchronize()
     group.check()
     group.close()
