@@ -1,11 +1,12 @@
 """What a context costs in fidelity that is kept otherwise: GLM-5.3's latents in FP8, and shared by ranks, against BF16
 on one rank that keeps all.
 
-    python bench/cache_kl.py PROFILE | CHECKPOINT [--tokens N] [--texts N] [--ids FILE] [--ranks 2]
-        [--numerics native|fp32] [--most-kl 0.005] [--json]
+    python bench/cache_kl.py PROFILE | CHECKPOINT [--tokens N] [--texts N] [--file FILE | --ids FILE]
+        [--ranks 2] [--numerics native|fp32] [--most-kl 0.005] [--json]
 
-The long held-out text: the bundled held-out conversations (`tidectl/evals/heldout.jsonl`), domains in turns, one after
-the other in the model's format, in texts of --tokens, none of them in two texts; all, unless --texts says how many.
+The long held-out text: held-out conversations (--file: the bundled ones, `tidectl/evals/heldout.jsonl`, or what
+`bench/heldout/draw.py` drew), domains in turns, one after the other in the model's format, in texts of --tokens, none
+of them in two texts; all, unless --texts says how many.
 Teacher-forced with every expert resident. Texts should not be longer than the model is good for: its loss tells. By
 row, of the distributions of the next token:
 
@@ -113,11 +114,11 @@ def measure(settings: Settings, texts: list[list[int]], ranks: int) -> Iterator[
         yield compared(form, found, base, texts)
 
 
-def long_texts(settings: Settings, tokens: int, most: int) -> list[list[int]]:
+def long_texts(settings: Settings, tokens: int, most: int, file: Path) -> list[list[int]]:
     """The held-out conversations, domains in turns, one after the other in the model's own format, cut into texts of so
     many tokens: no conversation is in two of them. `most` 0: all there are."""
     by_domain: dict[str, list[list[Message]]] = {}
-    for row in rows(FILE):
+    for row in rows(file):
         if row.messages and not row.tools and row.messages[0].role == "user":
             by_domain.setdefault(row.domain, []).append(list(map(message_of, row.messages)))
     turns = [messages for group in zip_longest(*by_domain.values()) for messages in group if messages]
@@ -139,6 +140,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", type=Path)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--texts", type=int, default=0, help="default: all")
+    parser.add_argument("--file", type=Path, default=FILE, help="held-out conversations")
     parser.add_argument("--ids", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--numerics", choices=["native", "fp32"], default="native")
@@ -149,7 +151,7 @@ def main(arguments: list[str]) -> int:
         settings = load(asked.target) if asked.target.is_file() else settings_of(asked.target)
         settings = replace(settings, model=replace(settings.model, numerics=asked.numerics))
         given = [json.loads(asked.ids.read_text())[: asked.tokens]] if asked.ids else None
-        texts = given or long_texts(settings, asked.tokens, asked.texts)
+        texts = given or long_texts(settings, asked.tokens, asked.texts, asked.file)
         rows = list(shown(measure(settings, texts, asked.ranks), asked.json))
     except TideError as error:
         print(error, file=sys.stderr)

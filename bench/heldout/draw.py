@@ -1,6 +1,7 @@
 """Draws the held-out texts of `tidectl eval` and `bench/residency.py`.
 
     python bench/heldout/draw.py > tidectl/evals/heldout.jsonl
+    python bench/heldout/draw.py --conversations --seed 11 --each 240 > more.jsonl
 
 Conversations come from the generators of the mini's training data, from a seed that training never used: others from
 the same small worlds, so that many of their answers occur in training too, of `lang` and `qa` most (`seen.py` counts
@@ -23,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 from minis.corpus import codechat, facts, lang, story, sums, tools  # noqa: E402
 from minis.corpus.words import Words  # noqa: E402
 from minis.encoding import Dialogue  # noqa: E402
+from tidectl.evals.texts import FILE, rows  # noqa: E402
 
 SEED = 7_310_551
 GENERATORS: dict[str, Callable[[random.Random, Words], Dialogue]] = {
@@ -40,13 +42,21 @@ LEAST_CHARACTERS, MOST_CHARACTERS = 300, 700  # of a plain text
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--each", type=int, default=48, help="texts of a domain")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument(
+        "--conversations", action="store_true", help="nothing else: the same while this repository's texts change"
+    )
     options = parser.parse_args()
-    rng = random.Random(SEED)
-    plain = {domain: list(passages(patterns)) for domain, patterns in SOURCES.items()}
-    for domain, texts in plain.items():
-        for text in rng.sample(texts, min(options.each, len(texts))):
-            show({"domain": domain, "text": text})
-    words = Words(rng, sorted(set(re.findall(r"\b[a-z]{3,10}\b", " ".join(plain["prose"])))))
+    rng = random.Random(options.seed)
+    if options.conversations:
+        prose = [row.text or "" for row in rows(FILE) if row.domain == "prose"]
+    else:
+        plain = {domain: list(passages(patterns)) for domain, patterns in SOURCES.items()}
+        for domain, texts in plain.items():
+            for text in rng.sample(texts, min(options.each, len(texts))):
+                show({"domain": domain, "text": text})
+        prose = plain["prose"]
+    words = Words(rng, sorted(set(re.findall(r"\b[a-z]{3,10}\b", " ".join(prose)))))
     for domain, generate in GENERATORS.items():
         for _ in range(options.each):
             show({"domain": domain, **conversation(generate(rng, words))})
