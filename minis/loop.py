@@ -17,7 +17,7 @@ from minis.data import DOMAINS, Batch, Rows
 from minis.optim import Optimiser
 
 WARMUP, FLAT, FLOOR = 80, 0.45, 0.02
-CHECK_AT, MARKS = 0.12, (0.12, 0.4, 0.7)
+MARKS = (0.12, 0.4, 0.7)  # of a run: held-out losses, and at the first the check of the fast path
 UNEQUAL = 0.05  # nats between the compiled and the plain forward pass
 
 
@@ -53,6 +53,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     args.add_argument("--seconds", type=float, default=520, help="time for steps, without compilation")
     args.add_argument("--until", type=float, help="seconds after the start, compilation included, when steps end")
     args.add_argument("--steps", type=int, default=10**9)
+    args.add_argument("--done", type=float, default=0.0, help="part of the schedule that lies behind an earlier run")
     args.add_argument("--batch", type=int, default=32)
     args.add_argument("--row", type=int, default=1024)
     args.add_argument("--seed", type=int, default=7)
@@ -86,12 +87,14 @@ def train(trainer: Trainable, rows: Rows, test: Rows, a: argparse.Namespace, beg
             print(f"no graph: {error}", flush=True)
             torch.cuda.synchronize()
     history: list[dict[str, object]] = []
-    start, step, marks = time.monotonic(), 0, [*MARKS, 2.0]
+    start, step, marks = time.monotonic(), 0, [*(mark for mark in MARKS if mark > a.done), 2.0]
+    first = marks[0]
     seconds = a.seconds if a.until is None else max(1.0, began + a.until - start)
     while step < a.steps:
-        progress = max((time.monotonic() - start) / seconds, step / a.steps)
-        if progress >= 1:
+        share = max((time.monotonic() - start) / seconds, step / a.steps)
+        if share >= 1:
             break
+        progress = a.done + (1 - a.done) * share
         trainer.opt.set_rate(rate_at(progress, step))
         trainer.progress(progress)
         report = trainer.run(trainer.batch(rows, a.batch))
@@ -101,7 +104,7 @@ def train(trainer: Trainable, rows: Rows, test: Rows, a: argparse.Namespace, beg
             if step % 200 == 0 or step <= 100 or step == a.steps:
                 print(json.dumps(history[-1]), flush=True)
         if progress >= marks[0]:
-            if marks.pop(0) == CHECK_AT and trainer.gpu:
+            if marks.pop(0) == first and trainer.gpu:
                 _check(trainer, test, a.batch)
             print("held-out", step, trainer.held_out(test, a.batch), flush=True)
             if len(marks) == 1:

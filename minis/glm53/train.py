@@ -4,11 +4,14 @@
 
 The first part of a run shares the drafting layer's loss with the trunk; the second detaches it and unrolls it on its
 own output, and disturbs the experts' weights as the quantisation that follows will. Each part is a graph of its own.
+
+`--from CHECKPOINT --done 0.6` goes on with the weights of a checkpoint, as stored, from that part of the schedule on.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,11 +20,14 @@ from torch.nn import functional as F
 from minis import layers, loop, losses
 from minis.capture import Captured
 from minis.data import DOMAINS, Batch, Rows, make_batch
-from minis.glm53 import model, mtp
+from minis.glm53 import joined, model, mtp
+from minis.glm53.checkpoint import load_parameters
 from minis.glm53.config import load
 from minis.glm53.init import fresh
 from minis.optim import Optimiser, frozen
 from minis.probe import IndexProbe
+from minis.tokenizer import Encoder
+from tided.chat.glm53 import USER
 from tided.models.glm53.config import Config
 
 QUERIES, CHAIN = 64, 3
@@ -147,7 +153,9 @@ class Trainer:
 
 
 def main() -> None:
-    a = loop.arguments(__doc__).parse_args()
+    arguments = loop.arguments(__doc__)
+    arguments.add_argument("--from", dest="before", type=Path, help="a checkpoint to go on with")
+    a = arguments.parse_args()
     began = time.monotonic()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
@@ -157,7 +165,9 @@ def main() -> None:
     layers.enable_compile(gpu)
     cfg = load(a.data / "config.json")
     rows, test = Rows(a.data, device, a.row, a.seed), Rows(a.data, device, a.row, a.seed, test=True)
-    trainer = Trainer(cfg, {n: w.to(device) for n, w in fresh(cfg, a.seed).items()}, gpu)
+    joined.join(rows, Encoder(a.data / "tokenizer.json").special[USER], a.seed)
+    p = load_parameters(a.before)[1] if a.before else fresh(cfg, a.seed)
+    trainer = Trainer(cfg, {n: w.float().to(device) for n, w in p.items()}, gpu)
     loop.train(trainer, rows, test, a, began)
 
 

@@ -5,14 +5,16 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from minis.corpus import codechat, facts, lang, story, sums, tools
 from minis.corpus.words import Words
+from minis.data import DOMAINS, Rows
 from minis.dialogue import PROMPT_WEIGHT, Dialogue
-from minis.glm53 import model, mtp
+from minis.glm53 import joined, model, mtp
 from minis.glm53.checkpoint import dense_tensors, load_parameters, mxfp4_experts, write_checkpoint
 from minis.glm53.config import mini_config
 from minis.glm53.encoding import FIRST_SPECIALS, TOP_SPECIALS, conversation, render
@@ -213,3 +215,24 @@ def test_widths_follow_use_and_keep_the_budget():
     pairs = sorted((float(u), bits) for layer, s in found.items() for u, bits in zip(s.use, chosen[layer], strict=True))
     assert [bits for _, bits in pairs] == sorted(bits for _, bits in pairs), "more use, no fewer bits"
     assert {bits for _, bits in pairs} == set(LADDER)
+
+
+USER_TURN = 9
+PACKED = [[0, 1, 7, 9, 5, 6, 9, 2, 0, 1, 7, 7, 9, 3, 9, 2, 0, 1, 4, 4]]  # two dialogues and a text, padded to even
+
+
+def test_dialogues_share_one_context_in_some_rows(tmp_path):
+    tokens, weights = np.array(PACKED * 30, dtype=np.uint16), np.arange(600).reshape(30, 20).astype(np.uint8)
+    parts = {"tokens": tokens, "weights": weights, "test_tokens": tokens, "test_weights": weights}
+    np.savez(tmp_path / "rows.npz", **{f"{d}.{kind}": part for d in DOMAINS for kind, part in parts.items()})
+    rows = Rows(tmp_path, torch.device("cpu"), 20, 1)
+    joined.join(rows, USER_TURN, 3)
+    assert {d: len(rows.tokens[d]) for d in DOMAINS} == {d: 50 if d in joined.CHATS else 30 for d in DOMAINS}
+    assert len(rows.order["qa"]) == len(rows.weights["qa"]) == 50
+    for ids in rows.tokens["qa"][30:].tolist():
+        assert ids[:3] == [0, 1, 7]
+        assert not {0, 1, 2, 4, 7} & set(ids[5:])  # one opening, no padding, no text
+        assert [9, 9] not in [ids[i : i + 2] for i in range(19)]
+    found = joined.dialogues(tokens[:1].astype(int), np.arange(20).reshape(1, 20), USER_TURN)
+    ids, marks = joined.conversation([found], 12, USER_TURN, np.random.default_rng(0))
+    assert all(PACKED[0][mark] == token for token, mark in zip(ids, marks, strict=True)), "weights go with their tokens"
