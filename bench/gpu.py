@@ -13,6 +13,7 @@ weights.
     exl3       GLM-5.3's experts: our kernel beside exllamav3's own, built from its wheel (`exllamav3_kernel.py`)
     experts    DeepSeek-V4.1-Flash's experts: our kernel beside other people's for MXFP4 (`mxfp4_peers.py`)
     glm        a decode step of GLM-5.3, one rank: by part, the host's time, and the least its bytes would take
+    draft      a proposal of each model's drafter: the engine's wait for it, the host's time, with graphs and without
 
 Figures are medians, in brackets the spread of the repeats.
 """
@@ -26,11 +27,11 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import gpu_exl3, gpu_experts, gpu_glm, gpu_kernels, gpu_ranks, gpu_step
+from bench import gpu_draft, gpu_exl3, gpu_experts, gpu_glm, gpu_kernels, gpu_ranks, gpu_step
 from bench.gpu_timing import ceiling
 
 PARTS = ("kernels", "step", "prefill", "residency", "ranks")
-OTHERS = ("exl3", "glm", "experts")
+OTHERS = ("exl3", "glm", "experts", "draft")
 
 
 def main() -> None:
@@ -74,6 +75,8 @@ def main() -> None:
         )
     if "glm" in options.part:
         gpu_glm.show(best, options)
+    if "draft" in options.part:
+        gpu_draft.show(options)
 
 
 if __name__ == "__main__":

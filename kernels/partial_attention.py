@@ -39,3 +39,13 @@ def joined(parts: Tensor) -> Tensor:
         total = total + weight[:, rank] * parts[:, rank, :, -1:]
         summed = summed + weight[:, rank] * parts[:, rank, :, :-2]
     return summed / total
+
+
+def gathered_parts(parts: Tensor) -> Tensor:
+    """parts [T, n, H, c + 2] of one rank, one of them of a row -> what all their rows at once would have given,
+    [T, H, c + 2]."""
+    top = parts[..., -2]
+    most = top.amax(1)
+    weight = torch.exp(top - most.unsqueeze(1)).unsqueeze(-1)
+    total = (weight * parts).sum(1)
+    return torch.cat([total[..., :-2], most.unsqueeze(-1), total[..., -1:]], -1)

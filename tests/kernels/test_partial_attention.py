@@ -6,7 +6,7 @@ import torch
 from kernels.attention import latent_attention
 from kernels.indexer import best, merged
 from kernels.numerics import FP32
-from kernels.partial_attention import joined, partial_attention
+from kernels.partial_attention import gathered_parts, joined, partial_attention
 
 LATENT, WIDTH, SCALE = 8, 12, 0.3
 EXACT = FP32.probability
@@ -29,6 +29,14 @@ def test_parts_joined_are_the_whole(ranks):
     q, rows = randn(3, 2, WIDTH), randn(3, 11, WIDTH, seed=1) * 5
     parts = torch.stack([part(q, rows[:, rank::ranks]) for rank in range(ranks)], 1)
     torch.testing.assert_close(joined(parts), whole(q, rows), rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_one_rank_are_a_part_again():
+    q, rows, valid = randn(3, 2, WIDTH), randn(3, 11, WIDTH, seed=1) * 5, torch.arange(11).expand(3, -1) < 0
+    for seen in (None, valid):  # an empty part adds nothing to the other
+        parts = torch.stack([part(q, rows[:, :7], None if seen is None else seen[:, :7]), part(q, rows[:, 7:])], 1)
+        wanted = part(q, rows if seen is None else rows[:, 7:])
+        torch.testing.assert_close(gathered_parts(parts), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_rank_without_any_row_adds_nothing():

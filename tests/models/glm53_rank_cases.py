@@ -18,7 +18,9 @@ from torch import Tensor
 from tests.models.glm53_step_cases import NEAR, TOKENS, error
 from tests.models.rig import GLM, load_model, settings
 from tided.engine.dataplane import TorchGroup
+from tided.engine.drafting import Chooser
 from tided.engine.local_ranks import free_port, run_ranks
+from tided.engine.types import Sampling
 from tided.models.glm53 import load
 from tided.models.parallel import Group
 from tided.settings import Engine, Parallel
@@ -35,18 +37,24 @@ def loaded(device: torch.device, group: Group, captures: bool, fixed: bool = Tru
         model = load_model(GLM, group, asked, device)
     model.steps.captures = captures
     model.steps.everywhere = fixed
+    model.drafter.proposals.captures = captures
     if not fixed:
         model.steps.serve = lambda *_: False
     return model
 
 
 def served(model: Any) -> Iterator[Tensor]:
-    """Logits of steps of two lanes, then of a block of three rows of which two stay, then of one lane."""
+    """Logits of steps of two lanes, then of a block of three rows of which two stay, then of one lane; behind the
+    steps, those of what is proposed, of both and of one."""
     lanes = [model.open_lane(index) for index in range(2)]
     for lane, length in zip(lanes, (101, 40), strict=True):
         model.prefill(lane, TOKENS[:length].to(model.norm.device), "none")
     for step in range(STEPS):
         yield model.decode(lanes, TOKENS[110 + step : 112 + step]).clone()
+    for asked in (lanes, lanes[:1], lanes):
+        choose = Chooser([Sampling(temperature=0.0)] * len(asked), [lane.position + 1 for lane in asked])
+        anchors = TOKENS[120 : 120 + len(asked)].to(model.norm.device)
+        yield model.propose(asked, anchors, choose).logits.flatten(0, 1)
     yield model.decode(lanes[:1], TOKENS[120:123], [3]).clone()
     model.keep(lanes[0], 2)
     for step in range(2):

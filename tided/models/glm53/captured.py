@@ -75,10 +75,10 @@ class DecodeSteps:
 
     def serve(self, model: "Glm53", rows: int) -> bool:
         """Whether steps of so many rows are computed here."""
-        return rows <= ROWS and (self.everywhere or self._by_kernels(model))
+        return rows <= ROWS and (self.everywhere or self.by_kernels(model))
 
-    def _by_kernels(self, model: "Glm53") -> bool:
-        """Rows of a pool in FP8 must hold their scales at multiples of four bytes."""
+    def by_kernels(self, model: "Glm53") -> bool:
+        """Whether kernels compute steps. Rows of a pool in FP8 must hold their scales at multiples of four bytes."""
         one = model.blocks[0].attention
         aligned = not one.rows.packed or one.latent_dim % 4 == 0
         packed = one.up.dtype is torch.bfloat16 and model.numerics is not FP32
@@ -124,7 +124,7 @@ class DecodeSteps:
 
     def _capturable(self, model: "Glm53") -> bool:
         """Experts without a kernel are computed by looking at who wants them."""
-        return model.norm.is_cuda and self._by_kernels(model) and has_cuda_form(model.bank.record, model.numerics)
+        return model.norm.is_cuda and self.by_kernels(model) and has_cuda_form(model.bank.record, model.numerics)
 
     def _describe(self, made: Prepared, rows: list[Row], token_ids: Tensor) -> None:
         """Tells the device what the rows are, and what pages their lanes have where it does not know."""
@@ -167,7 +167,7 @@ class DecodeSteps:
         return made
 
     def _step(self, model: "Glm53", inputs: Inputs) -> DecodeStep:
-        if not self._by_kernels(model):
+        if not self.by_kernels(model):
             return DecodeStep(model, inputs)
         from tided.models.glm53.fused import FusedStep  # a compiler, which a CPU need not have
 

@@ -14,7 +14,7 @@ from kernels import latent_attention_triton as attention
 from kernels import latent_decode_triton as between
 from kernels.experts import has_cuda_form
 from kernels.latent_select_triton import select
-from kernels.partial_attention import joined
+from kernels.partial_attention import gathered_parts, joined
 from tided.cache.context import Context
 from tided.cache.pool import PAGE_TOKENS
 from tided.models.glm53.attention import LATENT_NORM_EPS, Attention
@@ -38,7 +38,9 @@ class DraftStep(FusedStep):
         pages = one.pool.pages
         as_model: Any = drafter  # it has what a step of one layer asks of a model
         super().__init__(
-            as_model, _inputs(drafter, lanes, pages), torch.empty(lanes, pages * PAGE_TOKENS, device=device)
+            as_model,
+            _inputs(drafter, lanes, pages),
+            torch.empty(lanes, pages * PAGE_TOKENS // drafter.rotations.share.ranks, device=device),
         )
         assert one.indexer is not None, "this layer chooses for itself"
         self.drafter, self.indexer = self.model, one.indexer
@@ -112,32 +114,42 @@ class DraftStep(FusedStep):
     def _first_choice(self, index: Indexer, h: Tensor, q_latent: Tensor) -> Tensor:
         """-> places [R, K] int32 in the pool, -1: none. The chain's own row may be among the best; it is attended to
         whether or not it is, as one of the chain."""
-        cached, page = self.inputs.meta[:, POSITION], self.page_rows
+        position, share, page = self.inputs.meta[:, POSITION], self.share, self.page_rows
         own, turn, tables = self._own[0], (self.cos, self.sin), self.inputs.tables
         keys = self.times(h, index.wk)
         between.keep_keys(keys, index.k_norm, index.k_bias, KEY_NORM_EPS, *turn, own, self._keys)
         query = between.index_query(self.times(q_latent, index.wq_b), *turn, index.heads)
-        weight, least = self.times(h, index.weights_proj), index.top_k - 1
+        weight, alone = self.times(h, index.weights_proj), share.ranks == 1
+        seen = ((position - 1 + share.ranks - share.rank) // share.ranks).to(torch.int32)  # of the cache, here
         held, score = index.pool.keys[index.layer], torch.empty_like(self.scores[:, :1])
         between.index_scores(
-            query, weight, tables, cached.to(torch.int32), held, self.scores, page, least=least, fills=False
-        )
-        between.index_scores(
-            query, weight, own.unsqueeze(1), self._ones, self._keys, score, 1, least=-1, fills=False
+            query, weight, tables, seen, held, self.scores, page, least=index.top_k - 1 if alone else -1,
+            fills=not alone,
         )  # fmt: skip
-        self.scores.scatter_(1, cached.unsqueeze(1), score)
-        places = select(self.scores, (cached + 1).to(torch.int32), tables, index.top_k, page)
-        return torch.where(places == self.found(cached.unsqueeze(1)), -1, places)
+        between.index_scores(query, weight, own.unsqueeze(1), self._ones, self._keys, score, 1, least=-1, fills=False)
+        number, mine = share.numbers(position).unsqueeze(1), share.owns(position).unsqueeze(1)
+        self.scores.scatter_(1, number, torch.where(mine, score, self.scores.gather(1, number)))
+        if alone:
+            places = select(self.scores, (position + 1).to(torch.int32), tables, index.top_k, page)
+        else:
+            chosen = self.best(index, self.scores)
+            places = torch.where(chosen.valid, chosen.places, -1).to(torch.int32)
+        return torch.where(mine & (places == self.found(number)), -1, places)
 
     def _attended(self, one: Attention, query: Tensor, place: int) -> Tensor:
-        """query [R, H, c + r] -> [R, D], this rank's part."""
-        held = one.pool.rows[one.layer]
-        parts = [
-            attention.attend(query, rows, places, one.latent_dim, one.scale, whole=False)
-            for rows, places in ((held, self._places), (self._rows, self._chain[place]))
-        ]
-        gathered = joined(torch.stack(parts, 1)).to(torch.bfloat16)
-        return self.times(between.brought_out(gathered.contiguous(), one.up, one.nope_dim), one.o)
+        """query [R, H, c + r] -> [R, D], this rank's part. Where ranks share contexts, the first has the chains."""
+        held, query = one.pool.rows[one.layer], one.asked(query)
+
+        def part(rows: Tensor, places: Tensor) -> Tensor:
+            return attention.attend(query, rows, places, one.latent_dim, one.scale, whole=False)
+
+        found = part(held, self._places)
+        both = torch.stack([found, part(self._rows, self._chain[place])], 1) if self.share.rank == 0 else None
+        if both is not None and self.share.ranks == 1:
+            gathered = joined(both)
+        else:
+            gathered = one.gathered(found if both is None else gathered_parts(both))
+        return self.times(between.brought_out(gathered.to(torch.bfloat16).contiguous(), one.up, one.nope_dim), one.o)
 
 
 def _inputs(drafter: "Drafter", lanes: int, pages: int) -> Inputs:

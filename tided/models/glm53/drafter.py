@@ -100,7 +100,7 @@ class Drafter:
         """anchors [R] int64: the token of each lane that comes after its context. `places` tokens, or `size`.
         `by_kernels`: as the trunk's steps of so many rows are computed."""
         count = min(places or self.size, self.size)
-        if by_kernels and self.shares_choice and self.rotations.share.ranks == 1:
+        if by_kernels and self.shares_choice:
             from tided.models.glm53.draft_step import DraftStep  # a compiler, which a CPU need not have
 
             return self.proposals.run(lanes, anchors, choose, count, lambda: DraftStep(self, len(lanes)))

@@ -141,5 +141,5 @@ class Glm53(PagedLanes):
         """See `Model`."""
         if self.drafter is None:
             raise ConfigError("this model was loaded without its drafter", hint="set draft in [engine]")
-        by_kernels = not self.steps.everywhere and self.steps.serve(self, len(lanes))
+        by_kernels = self.steps.serve(self, len(lanes)) and self.steps.by_kernels(self)
         return self.drafter.propose([context_of(lane) for lane in lanes], anchors, choose, places, by_kernels)
