@@ -4,9 +4,10 @@
     python bench/heldout/draw.py --conversations --seed 11 --each 240 > more.jsonl
 
 Conversations come from the generators of the mini's training data, from a seed that training never used: others from
-the same small worlds, so that many of their answers occur in training too, of `lang` and `qa` most (`seen.py` counts
-them). Prose and code are from this repository, which training never saw. A line is a conversation as a client would
-send it, or a plain text.
+the same small worlds. One that occurs word for word in a drawing as large as training's is rejected, and another drawn;
+single answers occur in training all the same, of `lang` and `qa` most (`seen.py` counts them). Prose and code are from
+this repository, which training never saw. A line is a conversation as a client would send it, or a plain text. Some
+minutes of one core.
 """
 
 import argparse
@@ -15,18 +16,21 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bench.heldout.seen import Pair, drawn_for_training, pairs  # noqa: E402
 from minis.corpus import codechat, facts, lang, story, sums, tools  # noqa: E402
 from minis.corpus.words import Words  # noqa: E402
 from minis.encoding import Dialogue  # noqa: E402
 from tidectl.evals.texts import FILE, rows  # noqa: E402
 
-SEED = 7_310_551
+SEED, TRAINING_SEED = 7_310_551, 2  # `seen.py` counts by another
+MOST_TRIES = 50  # for each conversation
 GENERATORS: dict[str, Callable[[random.Random, Words], Dialogue]] = {
     "story": story.generate,
     "qa": facts.generate,
@@ -58,8 +62,21 @@ def main() -> None:
         prose = plain["prose"]
     words = Words(rng, sorted(set(re.findall(r"\b[a-z]{3,10}\b", " ".join(prose)))))
     for domain, generate in GENERATORS.items():
-        for _ in range(options.each):
-            show({"domain": domain, **conversation(generate(rng, words))})
+        seen = drawn_for_training(domain, generate, random.Random(TRAINING_SEED), words)
+        for one in unseen(lambda generate=generate: generate(rng, words), seen, options.each):
+            show({"domain": domain, **conversation(one)})
+
+
+def unseen(draw: Callable[[], Dialogue], seen: AbstractSet[tuple[Pair, ...]], count: int) -> Iterator[Dialogue]:
+    """`count` conversations that are not among those of training, nor twice here. Raises RuntimeError where the world
+    is too small for that."""
+    taken = set(seen)
+    for wanted in range(count, 0, -1):
+        one = next((one for one in (draw() for _ in range(MOST_TRIES)) if pairs(one.messages) not in taken), None)
+        if one is None:
+            raise RuntimeError(f"{wanted} more conversations that training has not seen cannot be drawn")
+        taken.add(pairs(one.messages))
+        yield one
 
 
 def conversation(drawn: Dialogue) -> dict[str, Any]:

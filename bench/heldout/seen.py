@@ -12,6 +12,7 @@ import json
 import random
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from minis.corpus.words import Words  # noqa: E402
+from minis.encoding import Dialogue  # noqa: E402
 from minis.prepare import _DIALOGUES, _GENERATORS  # noqa: E402
 
 Pair = tuple[str, str]
@@ -39,6 +41,13 @@ def pairs(messages: list[dict[str, Any]]) -> tuple[Pair, ...]:
     return tuple(found)
 
 
+def drawn_for_training(
+    domain: str, generate: Callable[[random.Random, Words], Dialogue], rng: random.Random, words: Words
+) -> set[tuple[Pair, ...]]:
+    """Conversations, as many as training drew of the domain."""
+    return {pairs(generate(rng, words).messages) for _ in range(_DIALOGUES[domain])}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
@@ -48,7 +57,7 @@ def main() -> None:
     words = Words(rng, sorted(set(re.findall(r"\b[a-z]{3,10}\b", prose))))
     print("domain    drawn  answers  seen  whole  seen")
     for domain, generate in _GENERATORS.items():
-        drawn = {pairs(generate(rng, words).messages) for _ in range(_DIALOGUES[domain])}
+        drawn = drawn_for_training(domain, generate, rng, words)
         seen = {pair for whole in drawn for pair in whole}
         held = [pairs(row["messages"]) for row in rows if row["domain"] == domain]
         single = [pair for whole in held for pair in whole]
