@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-from decode_step import JOB, KEYS, PHASES, RESULT, TIMEOUT_S, Shown, tell
+from decode_rank import JOB, KEYS, PHASES, RESULT, TIMEOUT_S, Shown, tell
 from msgspec.structs import replace
 
 from tidectl.evals.texts import Text, read

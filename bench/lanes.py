@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from decode_step import JOB, KEYS, PHASES, RESULT, TIMEOUT_S, Shown, pilot_of, tell
+from decode_rank import JOB, KEYS, PHASES, RESULT, TIMEOUT_S, Shown, pilot_of, tell
 from msgspec.structs import replace
 
 from tidectl.evals.texts import read
