@@ -4,10 +4,10 @@
     python bench/heldout/draw.py --conversations --seed 11 --each 240 > more.jsonl
 
 Conversations come from the generators of the mini's training data, from a seed that training never used: others from
-the same small worlds. One that occurs word for word in a drawing as large as training's is rejected, and another drawn;
-single answers occur in training all the same, of `lang` and `qa` most (`seen.py` counts them). Prose and code are from
-this repository, which training never saw. A line is a conversation as a client would send it, or a plain text. Some
-minutes of one core.
+the same small worlds. One that occurs word for word in one of DRAWINGS drawings as large as training's is rejected, and
+another drawn; single answers occur in training all the same, of `lang` and `qa` most (`seen.py` counts them). Prose and
+code are from this repository, which training never saw. A line is a conversation as a client would send it, or a plain
+text. Half a minute of one core.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from minis.corpus.words import Words  # noqa: E402
 from minis.encoding import Dialogue  # noqa: E402
 from tidectl.evals.texts import FILE, rows  # noqa: E402
 
-SEED, TRAINING_SEED = 7_310_551, 2  # `seen.py` counts by another
+SEED, DRAWINGS = 7_310_551, 8
 MOST_TRIES = 50  # for each conversation
 GENERATORS: dict[str, Callable[[random.Random, Words], Dialogue]] = {
     "story": story.generate,
@@ -62,7 +62,10 @@ def main() -> None:
         prose = plain["prose"]
     words = Words(rng, sorted(set(re.findall(r"\b[a-z]{3,10}\b", " ".join(prose)))))
     for domain, generate in GENERATORS.items():
-        seen = drawn_for_training(domain, generate, random.Random(TRAINING_SEED), words)
+        others = random.Random(SEED + 1)  # `seen.py` counts by another
+        seen = set[tuple[Pair, ...]]().union(
+            *(drawn_for_training(domain, generate, others, words) for _ in range(DRAWINGS))
+        )
         for one in unseen(lambda generate=generate: generate(rng, words), seen, options.each):
             show({"domain": domain, **conversation(one)})
 
