@@ -72,8 +72,12 @@ class Lawed:
 
 @dataclass
 class Prepared:
+    """A number of lanes: its proposal, and where what it says comes to on the host."""
+
     proposal: Proposal
     copies: Copies
+    drawn: Tensor
+    confidence: Tensor
     laws: dict[str, Lawed] = field(default_factory=dict)
 
 
@@ -87,37 +91,68 @@ class Proposals:
 
     @torch.inference_mode()
     def run(
-        self, lanes: Sequence[Context], anchors: Tensor, choose: Choose, places: int, make: Callable[[], Proposal]
+        self,
+        lanes: Sequence[Context],
+        anchors: Tensor,
+        choose: Choose,
+        places: int,
+        most: int,
+        make: Callable[[int], Proposal],
     ) -> Draft:
-        """anchors [R] int64; `make` a proposal of so many lanes, where there is none yet -> `places` tokens."""
-        made = self._prepared.get(len(lanes))
-        if made is None:
-            proposal = make()
-            made = self._prepared[len(lanes)] = Prepared(proposal, Copies(proposal.drawn.device))
+        """anchors [R] int64; `make` a proposal of so many lanes, where there is none yet -> `places` tokens, ids and
+        confidence on the host. More than `most` lanes go one part after another, if the choice is lawful."""
+        parts = [slice(first, first + most) for first in range(0, len(lanes), most)]
+        told = choose.law(places) if isinstance(choose, Lawful) else None
+        found = [self._part(lanes[part], anchors[part], choose, told, part, places, make) for part in parts]
+        drawn, logits, sure = found[0] if len(found) == 1 else (torch.cat(each, 1) for each in zip(*found, strict=True))
+        if isinstance(choose, Lawful):
+            choose.took(drawn)
+        return Draft(drawn.clamp_min(0).t(), logits.transpose(0, 1), sure.t())
+
+    def _part(
+        self,
+        lanes: Sequence[Context],
+        anchors: Tensor,
+        choose: Choose,
+        law: Law | None,
+        part: slice,
+        places: int,
+        make: Callable[[int], Proposal],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """drawn, logits and confidence, [places, R, ..] each."""
+        made = self._prepared.get(len(lanes)) or self._prepare(make(len(lanes)), len(lanes))
         one = made.proposal
         made.copies.wait()
         one.tell(lanes, anchors)
-        if isinstance(choose, Lawful):
-            self._by_law(made, choose.law(len(one.drawn)), places)
-            choose.took(one.drawn[:places])
+        if law is not None:
+            self._by_law(made, law, part, places)
         else:
-            made.copies.made()
             for place in range(places):
                 one.offer(place)
                 one.drawn[place].copy_(choose(place, one.logits[place]))
                 one.settle(place)
-        ids, logits = one.drawn[:places].clamp_min(0), one.logits[:places].clone()
-        return Draft(ids.t(), logits.transpose(0, 1), one.confidence[:places].clone().t())
+        made.drawn.copy_(one.drawn, non_blocking=True)
+        made.confidence.copy_(one.confidence, non_blocking=True)
+        made.copies.made()
+        logits = one.logits[:places].clone()
+        made.copies.wait()
+        return made.drawn[:places].clone(), logits, made.confidence[:places].clone()
 
-    def _by_law(self, made: Prepared, law: Law, places: int) -> None:
+    def _prepare(self, one: Proposal, lanes: int) -> Prepared:
+        drawn, sure = (
+            torch.zeros_like(each, device="cpu", pin_memory=each.is_cuda) for each in (one.drawn, one.confidence)
+        )
+        made = self._prepared[lanes] = Prepared(one, Copies(one.drawn.device), drawn, sure)
+        return made
+
+    def _by_law(self, made: Prepared, law: Law, part: slice, places: int) -> None:
         one, kept = made.proposal, made.laws.get(law.name)
         if kept is None:
-            device = one.drawn.device
-            host = torch.zeros(law.told.shape, dtype=law.told.dtype, pin_memory=device.type == "cuda")
+            shape, device = (len(one.drawn), *law.told[0, part].shape), one.drawn.device
+            host = torch.zeros(shape, dtype=law.told.dtype, pin_memory=device.type == "cuda")
             kept = made.laws[law.name] = Lawed(host, torch.zeros_like(host, device=device))
-        kept.host.copy_(law.told)
+        kept.host[:places].copy_(law.told[:, part])
         kept.told.copy_(kept.host, non_blocking=True)
-        made.copies.made()
         if kept.graphs is not None:
             for graph in kept.graphs[: places if one.one_by_one else 1]:
                 graph.replay()

@@ -37,7 +37,7 @@ from tided.models.deepseek_v41.step import Pass, Rotations, Span
 from tided.models.deepseek_v41.weights import Weights
 from tided.models.own_experts import resident_bank
 from tided.models.parallel import Group
-from tided.models.proposals import Proposals
+from tided.models.proposals import Lawful, Proposals
 
 # Bytes of an element in memory, as `Weights` keeps them: of what is not named 4.
 HELD = {"F8_E8M0": 0}
@@ -93,10 +93,11 @@ class Drafter:
     @torch.inference_mode()
     def propose(self, lanes: list[Context], anchors: Tensor, choose: Choose) -> Draft:
         """anchors [R] int64: the token of each lane that comes after its context."""
-        if self._serves(len(lanes)):
+        most = ROWS // self.size
+        if self._serves() and (len(lanes) <= most or isinstance(choose, Lawful)):
             from tided.models.deepseek_v41.draft_step import DraftStep  # a compiler, which a CPU need not have
 
-            return self.proposals.run(lanes, anchors, choose, self.size, lambda: DraftStep(self, len(lanes)))
+            return self.proposals.run(lanes, anchors, choose, self.size, most, lambda count: DraftStep(self, count))
         block = torch.full((len(lanes), self.size), self.noise_id, dtype=torch.int64, device=anchors.device)
         block[:, 0] = anchors
         step = self.rotations.begin(lanes, self.size)
@@ -106,11 +107,11 @@ class Drafter:
             hidden = (self._by_kernels if by_kernels else self._hidden)(step, streams)
             return self._chosen(hidden.view(len(lanes), self.size, -1), anchors, choose)
 
-    def _serves(self, lanes: int) -> bool:
-        """Whether the kernels of decode steps take so many blocks at once, these weights, and a window of this size."""
+    def _serves(self) -> bool:
+        """Whether the kernels of decode steps take a block, these weights, and a window of this size."""
         one = self.blocks[0]
         known = one.hc_attn.streams & (one.hc_attn.streams - 1) == 0 and one.attention.window % 32 == 0
-        return known and lanes * self.size <= ROWS and isinstance(self.main_proj, Fp8Matrix)
+        return known and self.size <= ROWS and isinstance(self.main_proj, Fp8Matrix)
 
     def _hidden(self, step: Pass, streams: Tensor) -> Tensor:
         """streams [T, S, D] -> [T, D] before the norm."""

@@ -103,7 +103,7 @@ class Drafter:
         if by_kernels and self.shares_choice:
             from tided.models.glm53.draft_step import DraftStep  # a compiler, which a CPU need not have
 
-            return self.proposals.run(lanes, anchors, choose, count, lambda: DraftStep(self, len(lanes)))
+            return self.proposals.run(lanes, anchors, choose, count, len(lanes), lambda some: DraftStep(self, some))
         attention, none = self.block.attention, self.norm.new_empty
         widths = attention.rows.row_dim, attention.pool.keys[self.block.layer].shape[1]
         chains = [_Chain(lane, none(0, widths[0]), none(0, widths[1])) for lane in lanes]
