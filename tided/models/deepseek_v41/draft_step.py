@@ -14,12 +14,12 @@ from kernels import attention_triton, experts_triton, hyper_triton
 from kernels import latents_triton as latents
 from kernels import router_triton as router
 from kernels.device import INTERPRETED, ROW_FIELDS
-from kernels.hyper_triton import Mixed, Mixer
+from kernels.hyper_triton import Mixed
 from kernels.linear import Matrix
 from kernels.linear_triton import Ending, linear
 from tided.cache.context import Context
 from tided.models.deepseek_v41.attention import Attention
-from tided.models.deepseek_v41.block import HyperConnection
+from tided.models.deepseek_v41.chunk import mixer
 from tided.models.deepseek_v41.moe import Moe
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ class DraftStep:
         pre, partial = self._first, hyper_triton.spread(streams, None, None, drafter.blocks[0].hc_attn.fn)[1]
         for one, follows in zip(drafter.blocks, [*drafter.blocks[1:], None], strict=True):
             assert partial is not None
-            mixed = hyper_triton.finish(partial, streams, pre, _mixer(one.hc_attn, one.attn_norm, one.eps))
+            mixed = hyper_triton.finish(partial, streams, pre, mixer(one.hc_attn, one.attn_norm, one.eps))
             output = one.group.gather(self._attention(one.attention, mixed))
             streams, partial = hyper_triton.spread(streams, output, mixed, one.hc_ffn.fn)
             assert partial is not None
-            mixed = hyper_triton.finish(partial, streams, mixed.pre, _mixer(one.hc_ffn, one.ffn_norm, one.eps))
+            mixed = hyper_triton.finish(partial, streams, mixed.pre, mixer(one.hc_ffn, one.ffn_norm, one.eps))
             output = one.group.gather(self._moe(one.moe, mixed))
             fn = None if follows is None else follows.hc_attn.fn
             streams, partial = hyper_triton.spread(streams, output, mixed, fn)
@@ -121,10 +121,6 @@ class DraftStep:
         output = experts_triton.grouped_experts(*work, asm=not INTERPRETED)
         hidden = linear(x, one.shared_w13, Ending.SWIGLU, limit=one.limit)
         return linear(hidden, one.shared_w2, Ending.ADDED, out=output)
-
-
-def _mixer(by: HyperConnection, norm: Tensor, norm_eps: float) -> Mixer:
-    return Mixer(by.fn, by.scale, by.base, by.iterations, by.eps, norm, norm_eps)
 
 
 def _in_parts(x: Tensor, weight: Matrix) -> Tensor:

@@ -102,10 +102,8 @@ class Drafter:
         block[:, 0] = anchors
         step = self.rotations.begin(lanes, self.size)
         streams = self.embed(block.view(-1))
-        by_kernels = isinstance(self.main_proj, Fp8Matrix) and streams.shape[1] & (streams.shape[1] - 1) == 0
         with together():
-            hidden = (self._by_kernels if by_kernels else self._hidden)(step, streams)
-            return self._chosen(hidden.view(len(lanes), self.size, -1), anchors, choose)
+            return self._chosen(self._hidden(step, streams).view(len(lanes), self.size, -1), anchors, choose)
 
     def _serves(self) -> bool:
         """Whether the kernels of decode steps take a block, these weights, and a window of this size."""
@@ -120,26 +118,6 @@ class Drafter:
         for one in self.blocks:
             streams, pre = one.forward(step, streams, pre)
         return self.numerics.store(hyper.collapse(streams, pre))
-
-    def _by_kernels(self, step: Pass, streams: Tensor) -> Tensor:
-        """`_hidden` with hyper-connections by kernels: Sinkhorn's alone are hundreds of operations."""
-        from kernels.hyper_chunk_triton import spread  # a compiler, which a CPU need not have
-        from kernels.hyper_triton import collapse, finish
-        from tided.models.deepseek_v41.chunk import mixer, one_hot
-
-        streams = streams.to(torch.bfloat16)
-        pre, partial = one_hot(streams), spread(streams, None, None, self.blocks[0].hc_attn.fn)[1]
-        for one, follows in zip(self.blocks, [*self.blocks[1:], None], strict=True):
-            assert partial is not None
-            mixed = finish(partial, streams, pre, mixer(one.hc_attn, one.attn_norm, one.eps))
-            output = one.group.sum(one.attention.forward(step, mixed.x.to(torch.float32))).contiguous()
-            streams, partial = spread(streams, output, mixed, one.hc_ffn.fn)
-            assert partial is not None
-            mixed = finish(partial, streams, mixed.pre, mixer(one.hc_ffn, one.ffn_norm, one.eps))
-            output = one.group.sum(one.moe.forward(step, mixed.x.to(torch.float32))).contiguous()
-            streams, partial = spread(streams, output, mixed, None if follows is None else follows.hc_attn.fn)
-            pre = mixed.pre
-        return collapse(streams, pre, None, 0.0)[0].to(torch.float32)
 
     def _chosen(self, hidden: Tensor, anchors: Tensor, choose: Choose) -> Draft:
         """hidden [R, K, D] before the norm: the places one after another, each with the token before it."""
