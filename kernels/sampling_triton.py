@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.device import INTERPRETED
 
-PROGRAMS = 4 if INTERPRETED else 64  # of a row
+PROGRAMS = 2 if INTERPRETED else 64  # of a row
 SIZE, FEW = 512, 256  # logits that a program looks at together, alone and against each candidate
 PEAK_PROGRAMS, PEAK_SIZE = 16, 2048
 LAW = 5  # int64 of a row: temperature (0: the likeliest), 64 bits of noise, min_p, top_k, top_p; fp64 as their bits

@@ -483,20 +483,21 @@ LAWS = [
 
 def case_draw() -> None:
     """The token of every law is the one that the CPU draws, whoever is beside it."""
-    for width, spread in [(5, 2.0), (3000, 0.0), (3000, 4.0)] + [(129_280, by) for by in (0.01, 1.0, 4.0)] * LARGE:
+    for width, spread in [(5, 2.0), (300, 0.0), (1500, 4.0)] + [(129_280, by) for by in (0.0, 0.01, 1.0, 4.0)] * LARGE:
         logits = (torch.randn(len(LAWS), width, generator=draw) * spread).round(decimals=2)  # many equals, both zeros
         own = [(Sampling(**law, seed=seed), 17) for seed, law in enumerate(LAWS)]
         wanted = sampling.sample(logits, own)
-        for some in ([*range(len(own))], [1, 0], [2], [4, 1]):
+        for some in ([*range(len(own))], [3, 0]):
             law = there(sampling.laws([own[row] for row in some]))
             top_k, top_p = sampling.bounds_of([own[row] for row in some])
-            for _ in range(2):
-                got = sampling_triton.draw(there(logits[some].clone()), law, top_k, top_p).tolist()
-                assert got == [wanted[row] for row in some], f"of {width}, {spread}: {got}, not {wanted}"
-        for strange in (float("nan"), float("inf"), float("-inf")):
-            logits[3, width // 2] = strange
-            got = sampling_triton.draw(there(logits[:4].clone()), there(sampling.laws(own[:4])), True, True).tolist()
-            assert got == [*wanted[:3], -1], f"{strange} among {width}: {got}"
+            got = sampling_triton.draw(there(logits[some].clone()), law, top_k, top_p).tolist()
+            assert got == [wanted[row] for row in some], f"of {width}, {spread}: {got}, not {wanted}"
+        if width in (5, 129_280):
+            for strange in (float("nan"), float("inf"), float("-inf")):
+                logits[3, width // 2] = strange
+                law = there(sampling.laws(own[:4]))
+                got = sampling_triton.draw(there(logits[:4].clone()), law, True, True).tolist()
+                assert got == [*wanted[:3], -1], f"{strange} among {width}: {got}"
 
 
 def spare(book: DemandTap) -> list[Tensor]:
