@@ -195,10 +195,11 @@ def _ended(device: torch.device, rows: int) -> Tensor:
 
 def likeliest(logits: Tensor) -> Tensor:
     """logits [R, V] fp32, contiguous -> [R] int64: the lowest id among equals, -1 where any logit is no number."""
-    return _likeliest_and_peaks(logits)[0]
+    return likeliest_and_peaks(logits)[0]
 
 
-def _likeliest_and_peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
+def likeliest_and_peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """As `likeliest`, and the largest logits [R]."""
     rows, width = logits.shape
     best = torch.empty(rows, PEAK_PROGRAMS, device=logits.device)
     at, ids = best.new_empty(rows, PEAK_PROGRAMS, dtype=torch.int32), best.new_empty(rows, dtype=torch.int64)
@@ -209,24 +210,31 @@ def _likeliest_and_peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
     return ids, peaks
 
 
+def bounds_of(logits: Tensor, law: Tensor, peaks: Tensor, top_k: bool, top_p: bool) -> Tensor:
+    """As `draw` -> bounds of `_narrow`, whose first numbers are the least logits that may be drawn, in their order."""
+    (rows, width), device = logits.shape, logits.device
+    parts = torch.empty(rows, PROGRAMS, 16, dtype=torch.int64, device=device)
+    bounds = torch.empty(rows, 2, 3, dtype=torch.int64, device=device)
+    unit = 2.0 ** (62 - width.bit_length())
+    for by_share in [False] * top_k + [True] * top_p:
+        for digit in reversed(range(DIGITS)):
+            _narrow[(rows, PROGRAMS)](
+                logits, law.view(torch.float64), law, peaks, bounds, parts, _ended(device, rows), width, 4 * digit,
+                unit, TOP_P=by_share, L=LAW, P=PROGRAMS, N=FEW, num_warps=4,
+            )  # fmt: skip
+    return bounds
+
+
 def draw(logits: Tensor, law: Tensor, top_k: bool, top_p: bool) -> Tensor:
     """logits [R, V] fp32, law [R, LAW] int64, contiguous -> [R] int64 as `likeliest`, or drawn. `top_k`, `top_p`:
     whether any row may have such a bound."""
     (rows, width), device = logits.shape, logits.device
-    ids, peaks = _likeliest_and_peaks(logits)
-    ended, grid = _ended(device, rows), (rows, PROGRAMS)
-    parts = torch.empty(rows, PROGRAMS, 16, dtype=torch.int64, device=device)
-    bounds = torch.empty(rows, 2, 3, dtype=torch.int64, device=device)
-    unit, floats = 2.0 ** (62 - width.bit_length()), law.view(torch.float64)
-    for by_share in [False] * top_k + [True] * top_p:
-        for digit in reversed(range(DIGITS)):
-            _narrow[grid](
-                logits, floats, law, peaks, bounds, parts, ended, width, 4 * digit, unit, TOP_P=by_share, L=LAW,
-                P=PROGRAMS, N=FEW, num_warps=4,
-            )  # fmt: skip
+    ids, peaks = likeliest_and_peaks(logits)
+    bounds = bounds_of(logits, law, peaks, top_k, top_p)
     times = torch.empty(rows, PROGRAMS, dtype=torch.float64, device=device)
     at = torch.empty(rows, PROGRAMS, dtype=torch.int32, device=device)
-    _race[grid](
-        logits, floats, law, peaks, bounds, times, at, ended, ids, width, L=LAW, P=PROGRAMS, N=SIZE, num_warps=4
-    )
+    _race[(rows, PROGRAMS)](
+        logits, law.view(torch.float64), law, peaks, bounds, times, at, _ended(device, rows), ids, width, L=LAW,
+        P=PROGRAMS, N=SIZE, num_warps=4,
+    )  # fmt: skip
     return ids

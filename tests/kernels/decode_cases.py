@@ -470,7 +470,7 @@ LAWS = [
     {"temperature": 0.0},
     {"top_p": 0.95},
     {"temperature": 0.6, "top_k": 20, "top_p": 0.8},
-    {"temperature": 3.0, "top_k": 3},
+    {"temperature": 8.0, "top_k": 30, "top_p": 0.7},  # of all tokens 0.7 would be hundreds
     {"min_p": 0.1},
     {"top_p": 0.0},
     {"top_p": 1e-12, "top_k": 10**9},
@@ -479,6 +479,22 @@ LAWS = [
     {"min_p": 7.0},
     {"top_k": 1},
 ]
+
+
+def check_bounds(logits: Tensor, laws: list[dict[str, float]]) -> None:
+    """The least weight that top-k and top-p leave is the CPU's: one draw would hardly tell."""
+    some = [row for row, law in enumerate(laws) if law.get("temperature", 1.0) > 0 and {"top_k", "top_p"} & law.keys()]
+    held, own = there(logits[some].clone()), [Sampling(**laws[row]) for row in some]
+    law = there(sampling.laws([(one, 0) for one in own]))
+    found = sampling_triton.bounds_of(held, law, sampling_triton.likeliest_and_peaks(held)[1], True, True).cpu()
+    for one, row, (by_count, by_share) in zip(own, logits[some], found[:, :, 0].tolist(), strict=True):
+        weights = row.double().sub_(row.max()).div_(one.temperature).exp_()
+        counts = [(by_count, 0 < one.top_k < len(row)), (by_share, one.top_p < 1)]
+        bits = [order - (1 << 31) for order, bounds in counts if bounds]
+        values = torch.tensor([word if word >= 0 else word ^ 0x7FFFFFFF for word in bits], dtype=torch.int32)
+        own_weights = values.view(torch.float32).double().sub_(row.max()).div_(one.temperature).exp_().tolist()
+        wanted = sampling.least_weight(weights, one)
+        assert abs(max([one.min_p, *own_weights]) - wanted) <= 1e-12 * wanted, f"{one}: {own_weights}, not {wanted}"
 
 
 def case_draw() -> None:
@@ -490,8 +506,10 @@ def case_draw() -> None:
         for some in ([*range(len(own))], [3, 0]):
             law = there(sampling.laws([own[row] for row in some]))
             top_k, top_p = sampling.bounds_of([own[row] for row in some])
-            got = sampling_triton.draw(there(logits[some].clone()), law, top_k, top_p).tolist()
+            held = there(logits[some].clone())
+            got = sampling_triton.draw(held, law, top_k, top_p).tolist()
             assert got == [wanted[row] for row in some], f"of {width}, {spread}: {got}, not {wanted}"
+        check_bounds(logits, LAWS)
         if width in (5, 129_280):
             for strange in (float("nan"), float("inf"), float("-inf")):
                 logits[3, width // 2] = strange
