@@ -2,8 +2,9 @@
 
 Weights are made up (`tidectl synth --like glm53`): headers in a temporary directory, dense weights made as the loader
 reads them, experts random words on the device. `step` is from the ids to the logits on the device, the median of steps
-as they are served, captured; `host` is how long the engine's thread is busy with one; `graph` its graph alone. Parts
-are kernels, of the same step run eagerly: at every border between two parts a kernel that does nothing is launched, and
+as they are served, captured; `host` is how long the engine's thread is busy with one; `graph` its graph alone; `eager`
+the same step, each kernel launched by the host. All of this is measured before a profiler is attached. Parts are
+kernels, of the same step run eagerly: at every border between two parts a kernel that does nothing is launched, and
 what runs between two of these on the device is the part's, whoever launched it; a part inside another counts for itself
 alone. Launches that overlap make the parts more than the graph, and gaps make them less. `floor`: the bytes of the
 weights that a step must read, over what a kernel that only reads reaches in the same run. Alone, the two sums a layer
@@ -247,23 +248,67 @@ def graph_ms(made: Prepared, rounds: int) -> float:
     return 0.0 if made.captured is None else timed(made.captured.graph.replay, rounds, 1) / 1e3
 
 
-def table(one: Made, rows: int, context: int, rounds: int, read_gbs: float) -> None:
+def eager_ms(model: Glm53, made: Prepared, rounds: int) -> float:
+    """The median of the same step where each kernel is launched by the host."""
+    on_gpu, times = model.norm.device.type == "cuda", list[float]()
+    with torch.inference_mode():
+        for _ in range(rounds):
+            began_s = time.perf_counter()
+            made.step.run()
+            if on_gpu:
+                torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - began_s))
+    return statistics.median(times)
+
+
+def nodes(made: Prepared) -> int:
+    """Of its graph, by the profiler; 0 where there is none."""
+    if made.captured is None:
+        return 0
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        made.captured.graph.replay()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in seen.events())
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of a step of so many rows: whole, of the host in it, of its graph alone, of the same eagerly."""
+
+    rows: int
+    whole: float
+    host: float
+    graph: float
+    eager: float
+
+
+def times(one: Made, rows: int, context: int, rounds: int) -> Times:
+    """The step stays prepared, with what it read last."""
     lanes, ids = prepared(one.model, rows, context)
     step_ms(one.model, lanes, ids, 2)  # kernels are compiled, and the step is captured
     whole, host = step_ms(one.model, lanes, ids, rounds)
     made = one.model.steps.prepared[rows]
-    parts, read = parts_us(one.model, made, max(2, rounds // 4)), read_bytes(one, rows)
+    found = Times(rows, whole, host, graph_ms(made, rounds), eager_ms(one.model, made, max(2, rounds // 4)))
+    for lane in lanes:
+        one.model.close_lane(lane)
+    return found
+
+
+def table(one: Made, took: Times, context: int, rounds: int, read_gbs: float) -> None:
+    """Behind all that is timed: once a profiler was attached, launches take longer."""
+    made = one.model.steps.prepared[took.rows]
+    count, parts, read = nodes(made), parts_us(one.model, made, max(2, rounds // 4)), read_bytes(one, took.rows)
     total, launched = sum(read.values()), sum(parts.values())
     floor = total / read_gbs / 1e6
-    print(f"\n{rows} rows, {len(one.model.blocks)} layers, {context} tokens of context")
-    print(f"  step {whole:.2f} ms, host {host:.2f} ms, graph {graph_ms(made, rounds):.2f} ms", end="")
-    print(f", kernels {launched / 1e3:.2f} ms")
-    print(f"  floor {floor:.2f} ms ({total / 1e9:.2f} GB at {read_gbs:,.0f} GB/s); step / floor {whole / floor:.2f}")
+    print(f"\n{took.rows} rows, {len(one.model.blocks)} layers, {context} tokens of context")
+    print(f"  step {took.whole:.2f} ms, host {took.host:.2f} ms, graph {took.graph:.2f} ms of {count} nodes", end="")
+    print(f"; eager {took.eager:.2f} ms; kernels {launched / 1e3:.2f} ms")
+    print(
+        f"  floor {floor:.2f} ms ({total / 1e9:.2f} GB at {read_gbs:,.0f} GB/s); step / floor {took.whole / floor:.2f}"
+    )
     for part, us in sorted(parts.items(), key=lambda item: -item[1]):
         rate = f"{read[part] / us / 1e3:8,.0f} GB/s" if part in read and us else ""
         print(f"    {part:16}{us / 1e3:8.3f} ms {us / launched:6.1%} {rate}")
-    for lane in lanes:
-        one.model.close_lane(lane)
 
 
 def show(read_gbs: float, options: Any) -> None:
@@ -275,5 +320,6 @@ def show(read_gbs: float, options: Any) -> None:
         print(
             f"\n{torch.cuda.memory_allocated() / 1e9:.1f} GB of weights, made in {time.perf_counter() - began_s:.0f} s"
         )
-        for count in options.rows:
-            table(one, count, options.context, options.rounds, read_gbs)
+        took = [times(one, count, options.context, options.rounds) for count in options.rows]
+        for each in took:
+            table(one, each, options.context, options.rounds, read_gbs)

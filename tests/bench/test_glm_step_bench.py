@@ -58,8 +58,12 @@ def test_its_parts_make_the_step(small: Any, capsys: pytest.CaptureFixture[str])
     assert {part: getattr(*where) for part, where in gpu_glm.owners(step.step).items()} == before
     assert parts.keys() == {*before, "other"}
     assert min(parts.values()) > 0
-    gpu_glm.table(small, ROWS, CONTEXT, 4, 100.0)
+    took = gpu_glm.times(small, ROWS, CONTEXT, 4)
+    assert took.rows == ROWS
+    assert min(took.whole, took.host, took.eager) > 0
+    gpu_glm.table(small, took, CONTEXT, 4, 100.0)
     told = capsys.readouterr().out
+    assert f"graph 0.00 ms of 0 nodes; eager {took.eager:.2f} ms" in told  # a processor has no graph
     assert f"{ROWS} rows, 5 layers, {CONTEXT} tokens of context" in told
     assert all(f"    {part:16}" in told for part in parts)
     assert small.bank.tables.routable.sum() <= RESIDENT + 4
