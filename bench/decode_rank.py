@@ -1,37 +1,25 @@
-"""A rank of a bench: the real engine, turned by hand on rank 0, told by files of a folder what to do."""
+"""The decode steps of `bench/decode_step.py`, measured on rank 0."""
 
-import sys
 import time
 from pathlib import Path
 
 import msgspec
 from decode_timed import PARTS, SAMPLING, TimedModel, TimedSampler, Times
+from engine_ranks import JOB, Led, serve_rank, tell
 from msgspec.structs import replace
 
-from tided import guard
-from tided.control.keys import load_keys
-from tided.control.lockstep import Follower, Leader, Solo
 from tided.engine import executor
-from tided.engine.build import OpenedModel, Rank, build_rank, open_model, scheduler_limits
-from tided.engine.core import FollowerEngine
+from tided.engine.build import Rank, scheduler_limits
 from tided.engine.dataplane import TorchGroup
-from tided.engine.devices import use_device
 from tided.engine.leader import LeaderEngine
-from tided.engine.offline import first_pairs
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Request
-from tided.errors import ConfigError, TideError
+from tided.errors import ConfigError
 from tided.experts.arena import Pair
 from tided.models.parallel import Alone
 from tided.settings import Settings
-from tided.tide.demand import RouterShape
-from tided.tide.history import History
-from tided.tide.pilot import Pilot
-from tided.tide.seed import load_seed
 
-JOB, RESULT, KEYS, PHASES = "job.json", "result.json", "keys.json", "phases.txt"
 WARM_STEPS = 8
-TIMEOUT_S = 1800.0
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -43,71 +31,30 @@ class Job(msgspec.Struct, frozen=True):
 
 def run_rank(folder: Path, number: int) -> None:
     job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
-    use_device(job.settings, number)
-    settings, opened = job.settings, open_model(job.settings)
-    facts = guard.facts(settings, opened.checkpoint.identity())
-    pairs = first_pairs(opened)
-    tell(folder, number, f"{len(pairs)} resident experts over {settings.parallel.ranks} ranks")
-    if number:
-        follower = Follower(settings, number, load_keys(folder / KEYS, create=True))
-        pairs = follower.join(facts).residents
-    else:
-        leader = Leader(settings, load_keys(folder / KEYS, create=True)) if settings.parallel.ranks > 1 else Solo()
-        pilot = pilot_of(opened, folder)
-        pairs = pilot.boot_pairs()
-        leader.gather(facts, pairs)
-    group = TorchGroup(settings, number) if settings.parallel.ranks > 1 else Alone()
-    rank = build_rank(opened, group, pairs, lambda what, done, total: tell(folder, number, f"loading: {what}"))
-    failures: list[TideError] = []
-    if number:
-        follower.ready(rank.residents.digest())
-        FollowerEngine(rank.executor, follower, failures.append, settings.engine.threads).run()
-    else:
-        leader.ready(rank.residents.digest())
+
+    def lead(led: Led) -> Times:
         tell(folder, number, f"prompts of {job.prompt_tokens} tokens, then {WARM_STEPS} + {job.steps} steps")
-        times = measure(job, rank, leader, group, None if job.swaps else pilot)
-        (folder / RESULT).write_bytes(msgspec.json.encode(times))
-    if failures:
-        raise failures[0]
+        return measure(job, led)
+
+    serve_rank(folder, number, job.settings, lead)
 
 
-def tell(folder: Path, number: int, phase: str) -> None:
-    """What rank 0 is about to do, for the process that waits for the ranks."""
-    if number == 0:
-        with (folder / PHASES).open("a") as file:
-            file.write(f"{phase}\n")
-
-
-class Shown:
-    """Rank 0's phases on stderr, each once: stdout has the figures alone."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._last = path, ""
-
-    def __call__(self) -> None:
-        phase = self._path.read_text().rpartition("\n")[0].rpartition("\n")[2] if self._path.exists() else ""
-        if phase != self._last:
-            self._last = phase
-            print(phase, file=sys.stderr, flush=True)
-
-
-def pilot_of(opened: OpenedModel, folder: Path) -> Pilot:
-    """As at a first start: the profile's seed, a history of this run's own."""
-    shape, tide = opened.shape, opened.settings.tide
-    router = RouterShape(shape.moe_layers, shape.experts_per_layer, shape.top_k)
-    history = History.open(folder / "history", opened.checkpoint.identity(), router, tide.record)
-    seed = load_seed(Path(tide.seed), shape.family, router) if tide.seed else None
-    return Pilot(history, seed, tide, router, opened.settings.experts.resident, opened.kinds)
-
-
-def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone, pilot: Pilot | None) -> Times:
-    """Decode steps of full lanes, one after the other, after a few that do not count."""
+def measure(job: Job, led: Led) -> Times:
+    """Decode steps of full lanes, one after the other, after a few that do not count. Where swaps are asked for, there
+    are no others."""
+    rank, group = led.rank, led.group
     model, sampler = TimedModel(rank), TimedSampler()
     rank.executor.model = model
     executor.drawing = sampler.drawing
     limits = scheduler_limits(job.settings)
     engine = LeaderEngine(
-        rank.executor, Scheduler(limits), link, lambda events: None, lambda error: None, pilot, rest_after_s=0.0
+        rank.executor,
+        Scheduler(limits),
+        led.link,
+        lambda events: None,
+        lambda error: None,
+        None if job.swaps else led.pilot,
+        rest_after_s=0.0,
     )
     for lane in range(limits.lanes):
         engine.submit(request(job, lane, rank.opened.shape.vocab_size))
@@ -136,7 +83,6 @@ def measure(job: Job, rank: Rank, link: Leader | Solo, group: TorchGroup | Alone
             times.moving.append(moving or rank.residents.generation != generation)
             times.calls = calls_now - calls
     times.swapped, times.hot_reads = len(set(rank.residents.pairs) - set(before)), engine.motion.count.issued
-    link.stop("measured")
     return times
 
 

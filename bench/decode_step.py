@@ -23,8 +23,9 @@ from typing import Any
 
 import msgspec
 from decode_figures import report, show, show_pairs
-from decode_rank import JOB, PHASES, RESULT, TIMEOUT_S, Job, Shown, answer_tokens, run_rank
+from decode_rank import Job, answer_tokens, run_rank
 from decode_timed import Times
+from engine_ranks import JOB, PHASES, RESULT, TIMEOUT_S, Shown
 from msgspec.structs import replace
 
 from tided.cache.pool import PAGE_TOKENS

@@ -31,26 +31,20 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-from decode_rank import JOB, KEYS, PHASES, RESULT, TIMEOUT_S, Shown, tell
+from engine_ranks import JOB, KEYS, PHASES, RESULT, TIMEOUT_S, Led, Shown, serve_rank, tell
 from msgspec.structs import replace
 
 from tidectl.evals.texts import Text, read
-from tided import guard
 from tided.control.keys import load_keys
-from tided.control.lockstep import Follower, Leader, Solo
-from tided.engine.build import Rank, build_rank, draft_depths, open_model, scheduler_limits
-from tided.engine.core import FollowerEngine
-from tided.engine.dataplane import TorchGroup
+from tided.control.lockstep import Leader, Solo
+from tided.engine.build import Rank, draft_depths, scheduler_limits
 from tided.engine.depth import Depths, Row
-from tided.engine.devices import use_device
 from tided.engine.leader import LeaderEngine
 from tided.engine.local_ranks import free_port, run_ranks
-from tided.engine.offline import first_pairs
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Event, Finished, Request, Sampling, Tokens
 from tided.errors import TideError, UsageError
 from tided.models.base import Choose, Draft, LaneState, Model
-from tided.models.parallel import Alone
 from tided.profile import load
 from tided.settings import Engine, Parallel, Settings
 
@@ -186,28 +180,11 @@ class Server:
 
 def run_rank(folder: Path, number: int) -> None:
     job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
-    use_device(job.settings, number)
-    settings, opened = job.settings, open_model(job.settings)
-    facts, pairs = guard.facts(settings, opened.checkpoint.identity()), first_pairs(opened)
-    if number:
-        follower = Follower(settings, number, load_keys(folder / KEYS, create=True))
-        pairs = follower.join(facts).residents
-    else:
-        leader = Leader(settings, load_keys(folder / KEYS, create=True)) if settings.parallel.ranks > 1 else Solo()
-        leader.gather(facts, pairs)
-    group = TorchGroup(settings, number) if settings.parallel.ranks > 1 else Alone()
-    rank = build_rank(opened, group, pairs, lambda what, done, total: tell(folder, number, f"loading: {what}"))
-    failures: list[TideError] = []
-    if number:
-        follower.ready(rank.residents.digest())
-        FollowerEngine(rank.executor, follower, failures.append, settings.engine.threads).run()
-    else:
-        leader.ready(rank.residents.digest())
-        runs = list(measure(job, Server(settings, rank, leader, failures), folder))
-        (folder / RESULT).write_bytes(msgspec.json.encode(runs))
-        leader.stop("measured")
-    if failures:
-        raise failures[0]
+
+    def lead(led: Led) -> list[Run]:
+        return list(measure(job, Server(job.settings, led.rank, led.link, led.failures), folder))
+
+    serve_rank(folder, number, job.settings, lead, with_pilot=False)
 
 
 def measure(job: Job, server: Server, folder: Path) -> Iterator[Run]:

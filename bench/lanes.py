@@ -29,25 +29,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from decode_rank import JOB, KEYS, PHASES, RESULT, TIMEOUT_S, Shown, pilot_of, tell
+from engine_ranks import JOB, PHASES, RESULT, TIMEOUT_S, Led, Shown, serve_rank, tell
 from msgspec.structs import replace
 
 from tidectl.evals.texts import read
-from tided import guard
 from tided.cache.pool import PAGE_TOKENS
-from tided.control.keys import load_keys
-from tided.control.lockstep import Follower, Leader, Solo
-from tided.engine.build import build_rank, open_model, scheduler_limits
-from tided.engine.core import FollowerEngine
-from tided.engine.dataplane import TorchGroup
-from tided.engine.devices import use_device
+from tided.engine.build import scheduler_limits
 from tided.engine.leader import LeaderEngine
 from tided.engine.local_ranks import free_port, run_ranks
-from tided.engine.offline import first_pairs, given
+from tided.engine.offline import given
 from tided.engine.scheduler import Scheduler
 from tided.engine.types import Event, Request, Sampling, Tokens
 from tided.errors import TideError, UsageError
-from tided.models.parallel import Alone
 from tided.profile import load
 from tided.settings import Settings
 
@@ -100,33 +93,15 @@ class Clock:
 
 def run_rank(folder: Path, number: int) -> None:
     job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
-    use_device(job.settings, number)
-    settings, opened = job.settings, open_model(job.settings)
-    facts, pairs = guard.facts(settings, opened.checkpoint.identity()), first_pairs(opened)
-    if number:
-        follower = Follower(settings, number, load_keys(folder / KEYS, create=True))
-        pairs = follower.join(facts).residents
-    else:
-        leader = Leader(settings, load_keys(folder / KEYS, create=True)) if settings.parallel.ranks > 1 else Solo()
-        pilot = pilot_of(opened, folder)
-        pairs = pilot.boot_pairs()
-        leader.gather(facts, pairs)
-    group = TorchGroup(settings, number) if settings.parallel.ranks > 1 else Alone()
-    rank = build_rank(opened, group, pairs, lambda what, done, total: tell(folder, number, f"loading: {what}"))
-    failures: list[TideError] = []
-    if number:
-        follower.ready(rank.residents.digest())
-        FollowerEngine(rank.executor, follower, failures.append, settings.engine.threads).run()
-    else:
-        leader.ready(rank.residents.digest())
-        clock = Clock()
-        scheduler = Scheduler(scheduler_limits(settings))
-        engine = LeaderEngine(rank.executor, scheduler, leader, clock, failures.append, pilot, rest_after_s=0.0)
-        repeats = list(measure(job, engine, clock, folder))
-        (folder / RESULT).write_bytes(msgspec.json.encode(repeats))
-        leader.stop("measured")
-    if failures:
-        raise failures[0]
+
+    def lead(led: Led) -> list[Repeat]:
+        clock, scheduler = Clock(), Scheduler(scheduler_limits(job.settings))
+        engine = LeaderEngine(
+            led.rank.executor, scheduler, led.link, clock, led.failures.append, led.pilot, rest_after_s=0.0
+        )
+        return list(measure(job, engine, clock, folder))
+
+    serve_rank(folder, number, job.settings, lead)
 
 
 def measure(job: Job, engine: LeaderEngine, clock: Clock, folder: Path) -> Iterator[Repeat]:
