@@ -16,6 +16,7 @@ communication and drafter-invariant speculative decoding" (2024).
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -80,23 +81,33 @@ def sample_there(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[i
 
 
 class Drawn:
-    """Ids [R] int64 that a device is to draw: a copy of them is on its way."""
+    """Ids [R] int64 that a device is to draw: a copy of them is on its way. Memory and events for it are used again:
+    to give them back to the system takes time while the device waits for its next step."""
+
+    _spare: ClassVar[dict[int, list[tuple[Tensor, Any]]]] = {}  # by R
 
     def __init__(self, ids: Tensor) -> None:
         self._ids, self._behind = ids, None
         if ids.is_cuda:
-            self._ids = torch.empty_like(ids, device="cpu", pin_memory=True).copy_(ids, non_blocking=True)
-            self._behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            spare = self._spare.setdefault(len(ids), [])
+            self._ids, self._behind = spare.pop() if spare else _landing(len(ids))
+            self._ids.copy_(ids, non_blocking=True)
             self._behind.record()
 
     def tokens(self) -> list[int]:
-        """Waits for them. Raises as `sample`."""
+        """Waits for them; once. Raises as `sample`."""
         if self._behind is not None:
             self._behind.synchronize()
         tokens: list[int] = self._ids.tolist()
+        if self._behind is not None:
+            self._spare[len(tokens)].append((self._ids, self._behind))
         if -1 in tokens:
             raise no_numbers()
         return tokens
+
+
+def _landing(rows: int) -> tuple[Tensor, Any]:
+    return torch.empty(rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def drawing(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> Callable[[], list[int]]:
