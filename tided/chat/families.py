@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from tided.chat import deepseek_v41, deepseek_v41_tools, glm53, glm53_markers, glm53_parse, markers, parse
+from tided.chat.answer_parse import FinishReason
 from tided.chat.deepseek_v41_grammar import DeepseekV41Grammar
 from tided.chat.deltas import Delta
 from tided.chat.glm53_grammar import Glm53Grammar
@@ -16,7 +17,6 @@ from tided.chat.tokenizer import Tokenizer
 from tided.errors import DataError
 
 FamilyName = Literal["deepseek-v41", "glm53"]
-FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Parser(Protocol):

@@ -3,24 +3,20 @@
     reasoning -</think>-> content -<｜DSML｜-> calls -</｜DSML｜ calls>-> done
     reasoning -<｜DSML｜-> calls               content -a stop string-> done
 
-The text may arrive in any pieces: an end that may still become a marker is held back.
-"""
+What any format's parser does is in `answer_parse`."""
 
 import re
 from collections.abc import Sequence
 from typing import Literal
 
-from tided.chat.deltas import Content, Delta, Reasoning, merged
+from tided.chat.answer_parse import AnswerParser
+from tided.chat.deltas import Delta
 from tided.chat.markers import BY_TOKEN, INVOKE, Markers, Patterns, spelled
 from tided.chat.messages import Start, Tool
-from tided.chat.parse_calls import CallsReader, FinishedCall
-from tided.chat.stops import StopStrings
-
-State = Literal["reasoning", "content", "orphan", "calls", "done"]
-FinishReason = Literal["stop", "length", "tool_calls"]
+from tided.chat.parse_calls import CallsReader
 
 
-class OutputParser:
+class OutputParser(AnswerParser):
     """`tools` None: the request has none, and markup stays text. `max_calls`: the answer ends after that many."""
 
     def __init__(
@@ -33,73 +29,23 @@ class OutputParser:
         markers: Markers = BY_TOKEN,
         max_calls: int | None = None,
     ) -> None:
-        self.state: State = start
-        self.finish_reason: FinishReason = "stop"
-        self._leading = leading
-        self._stops = StopStrings(stops)
         self._tools = {tool.name: tool for tool in tools or ()}
         self._with_tools = tools is not None
         self._patterns = Patterns(markers)
-        self._reader = CallsReader(self._patterns, self._tools, max_calls)
-        self._buffer = ""
-        self._around: Literal["reasoning", "content"] = "content"
+        super().__init__(CallsReader(self._patterns, self._tools, max_calls), spelled, start, leading, stops)
+        self._before_orphan: Literal["reasoning", "content"] = "content"
         self._final = False
-        self._out: list[Delta] = []
-
-    @property
-    def done(self) -> bool:
-        """Nothing that still comes can add to the answer."""
-        return self.state == "done"
-
-    @property
-    def stop_string(self) -> str | None:
-        return self._stops.matched
-
-    @property
-    def calls(self) -> list[FinishedCall]:
-        return self._reader.calls
-
-    def feed(self, text: str) -> list[Delta]:
-        self._buffer += text
-        while self._step():
-            pass
-        out, self._out = self._out, []
-        return list(merged(out))
 
     def finish(self, reason: Literal["stop", "length"]) -> list[Delta]:
-        """The last pieces. `reason`: why the engine ended; `finish_reason` then says how the answer did."""
         self._final = True
-        out, cut = self.feed(""), False
-        if self.state == "calls":
-            last, cut = self._reader.finish(reason)
-            self._out += last
-        elif not self.done:
-            self._emit(len(self._buffer))
-            self._content(self._stops.flush())
-        self.finish_reason = self._reason(reason, cut)
-        return list(merged(out + self._out))
-
-    def _reason(self, reason: Literal["stop", "length"], cut: bool) -> FinishReason:
-        if self.stop_string is not None:
-            return "stop"
-        if cut or (reason == "length" and not self.done):
-            return "length"
-        return "tool_calls" if self.calls else "stop"
+        return super().finish(reason)
 
     def _step(self) -> bool:
-        match self.state:
-            case "reasoning" | "content":
-                return self._text_step()
-            case "orphan":
-                return self._orphan_step()
-            case "calls":
-                self._out += self._reader.feed(self._buffer)
-                self._buffer = ""
-                self.state = "done" if self._reader.done else "calls"
-                return False
-            case "done":
-                self._buffer = ""
-                return False
+        return self._orphan_step() if self.state == "orphan" else super()._step()
+
+    @property
+    def _around(self) -> str:
+        return self._before_orphan if self.state == "orphan" else self.state
 
     def _text_step(self) -> bool:
         found = self._patterns.find_in_text(self._buffer, self._with_tools)
@@ -130,7 +76,7 @@ class OutputParser:
             return True
         if not self._final and not rest.startswith(INVOKE) and any(tag.startswith(rest) for tag in INVOKE):
             return False
-        self._around = "reasoning" if self.state == "reasoning" else "content"
+        self._before_orphan = "reasoning" if self.state == "reasoning" else "content"
         if rest.startswith(INVOKE):
             self.state = "orphan"
         else:
@@ -146,29 +92,8 @@ class OutputParser:
             self._open_calls()
         else:
             self._emit(closed.end())
-            self.state = "done" if self.done else self._around
+            self.state = "done" if self.done else self._before_orphan
         return True
-
-    def _open_calls(self) -> None:
-        self._content(self._stops.flush())
-        self.state = "calls"
-
-    def _emit(self, end: int) -> None:
-        """Passes on the buffer up to `end`. Newlines before the first text are layout."""
-        text, self._buffer = self._buffer[:end], self._buffer[end:]
-        if self._leading:
-            text = text.lstrip("\n")
-            self._leading = not text
-        around = self._around if self.state == "orphan" else self.state
-        if around == "reasoning":
-            self._out += [Reasoning(spelled(text))] if text else []
-            return
-        self._content(self._stops.feed(spelled(text)))
-        if self.stop_string is not None:
-            self.state, self._buffer = "done", ""
-
-    def _content(self, text: str) -> None:
-        self._out += [Content(text)] if text else []
 
 
 def _without_newlines(text: str, end: int) -> int:
