@@ -9,7 +9,7 @@ weights.
     step       a decode step of one rank: by part, its graph nodes, the host's time, and the least its bytes would take
     prefill    a prompt of 8,192 tokens
     ranks      the step of two ranks on two GPUs, its collectives inside the graphs (needs two GPUs)
-    residency  the step beside 64 expert records a step that are read, staged and copied to the device, and without
+    residency  the engine's steps beside reads of experts, and without: 64 records under way, and 64 small ones a step
     exl3       GLM-5.3's experts: our kernel beside exllamav3's own, built from its wheel (`exllamav3_kernel.py`)
     experts    DeepSeek-V4.1-Flash's experts: our kernel beside other people's for MXFP4 (`mxfp4_peers.py`)
     glm        a decode step of GLM-5.3, one rank: by part, the host's time, and the least its bytes would take

@@ -1,6 +1,11 @@
-"""What a captured step's memory on the host must wait for."""
+"""Copies between host and device, and what waits for them.
+
+What the host waits for comes by pinned memory with an event behind it. A copy to memory that may be paged out, which
+`tolist`, `item` and `cpu` are, holds the device's context until it is done: a step's would keep the threads that copy
+records of experts waiting until the step is over."""
 
 import torch
+from torch import Tensor
 
 
 class Copies:
@@ -17,3 +22,22 @@ class Copies:
         """Those of the step before are long done."""
         if self._behind is not None:
             self._behind.synchronize()
+
+
+class Coming:
+    """Tensors of a device, on their way to the host since this was made."""
+
+    def __init__(self, *parts: Tensor) -> None:
+        self._parts, self._behind = parts, None
+        if parts[0].is_cuda:
+            self._parts = tuple(
+                torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True) for part in parts
+            )
+            self._behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._behind.record()
+
+    def here(self) -> tuple[Tensor, ...]:
+        """On the CPU, once they are there."""
+        if self._behind is not None:
+            self._behind.synchronize()
+        return self._parts
