@@ -37,7 +37,7 @@ from tided.experts.residents import Residents
 from tided.experts.tables import RoutingTables
 from tided.models.deepseek_v41.model import DeepseekV41
 
-READS, TURNS, STEPS, READERS = 64, 8, 20, (4, 8)
+READS, TURNS, STEPS, READERS = 64, 8, 20, (2, 4, 8)
 RING = 2 * READS  # what is routable, and what is on its way
 SMALL = ExpertRecord(1440, 128, 2)  # 64 of them have the bytes of one of the real size
 LAND_S = 60.0
@@ -114,7 +114,7 @@ class Run:
         bank = model.blocks[0].moe.bank
         self._executor, self.rank0 = Executor(model, residents, bank.tap), Rank0(residents)
         self._work = Decode([lane.index for lane in lanes])
-        self._lanes, self._context = lanes, lanes[0].position
+        self._context = lanes[0].position
         greedy = Sampling(temperature=0.0)
         for lane in lanes:
             model.close_lane(lane)
@@ -129,6 +129,7 @@ class Run:
             lane.token = 5 + 29 * n
             model.pool.grow([lane.state], self._context + 64)
             lane.state.windows.normal_()
+        self.changes_ms: list[float] = []
         self.again()
 
     def again(self) -> None:
@@ -144,6 +145,8 @@ class Run:
             self._say(Step(seq=self._seq + 1, plan_version=0, change=self.rank0.change(most), work=self._work))
             self.rank0.collect()
             yield 1e3 * (time.perf_counter() - began)
+            if most:
+                self.changes_ms.append(self._executor.parts_ms["change"])
 
     def land(self) -> None:
         """All that is under way."""
@@ -181,33 +184,34 @@ def show(model: DeepseekV41, options: Any) -> None:
             source.close()
 
 
-@torch.inference_mode()
 def compare(
     model: DeepseekV41, name: str, source: Records, record: ExpertRecord, readers: int, rows: int, context: int
 ) -> None:
     io = IoScheduler(source, Depths(readers, readers))
     layers, experts = model.blocks[0].moe.bank.tables.slot_of.shape
-    residents = ring_of(record, layers, experts, io, model.norm.device)
+    residents = ring_of(record, layers, experts, io, model.norm.device)  # what readers write is no inference tensor
     io.set_mode("serve")
-    run = Run(model, prepared(model, rows, context).lanes, residents)
     times: dict[int, list[float]] = {0: [], READS: []}
     reads, seconds = 0, 0.0
-    for turn in range(TURNS):
-        most = (0, READS)[turn % 2]
-        run.again()
-        before, began = run.rank0.published, time.perf_counter()
-        times[most] += run.steps(most)
-        if most:
-            reads, seconds = reads + run.rank0.published - before, seconds + time.perf_counter() - began
-            run.land()
-    run.close()
+    with torch.inference_mode():
+        run = Run(model, prepared(model, rows, context).lanes, residents)
+        for turn in range(TURNS):
+            most = (0, READS)[turn % 2]
+            run.again()
+            before, began = run.rank0.published, time.perf_counter()
+            times[most] += run.steps(most)
+            if most:
+                reads, seconds = reads + run.rank0.published - before, seconds + time.perf_counter() - began
+                run.land()
+        run.close()
     io.close()
     off, on = (statistics.median(times[most]) for most in (0, READS))
     worst_off, worst_on = (float(np.quantile(times[most], 0.95)) for most in (0, READS))
     steps = STEPS * TURNS // 2
     print(
         f"residency, {rows} rows, {name}, {readers} readers: step {off:.3f} ms without reads (95th percentile "
-        f"{worst_off:.3f}), {on:.3f} ms beside them ({on / off:.3f}; 95th percentile {worst_on:.3f}); "
+        f"{worst_off:.3f}), {on:.3f} ms beside them ({on / off:.3f}; 95th percentile {worst_on:.3f}; "
+        f"{statistics.median(run.changes_ms):.3f} of it for the change); "
         f"{reads / steps:.1f} records of {record.slot_bytes / 1e6:.2f} MB a step, "
         f"{reads * record.slot_bytes / seconds / 1e9:.1f} GB/s",
         flush=True,

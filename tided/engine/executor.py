@@ -21,6 +21,7 @@ from tided.errors import PairError
 from tided.experts.fetch import UrgentReads
 from tided.experts.tables import DemandTap
 from tided.models.base import Model
+from tided.models.copies import Coming
 from tided.models.parallel import Alone, Group
 
 
@@ -321,7 +322,8 @@ class Executor:
             few = (places,) if places else ()
             draft = self.model.propose(states, anchors.to(self._device), choose, *few)
             choose.check()
-            for lane, ids, sure in zip(open_, draft.ids.tolist(), draft.confidence.tolist(), strict=True):
+            all_ids, all_sure = (part.tolist() for part in Coming(draft.ids, draft.confidence).here())
+            for lane, ids, sure in zip(open_, all_ids, all_sure, strict=True):
                 lane.drafts, lane.sure = ids[: lane.draft_room], sure[: lane.draft_room]
         self.draft_s = time.perf_counter() - began_s if open_ else 0.0
 

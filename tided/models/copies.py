@@ -28,11 +28,8 @@ class Coming:
     """Tensors of a device, on their way to the host since this was made."""
 
     def __init__(self, *parts: Tensor) -> None:
-        self._parts, self._behind = parts, None
-        if parts[0].is_cuda:
-            self._parts = tuple(
-                torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True) for part in parts
-            )
+        self._parts, self._behind = tuple(map(_sent, parts)), None
+        if any(part.is_cuda for part in parts):
             self._behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._behind.record()
 
@@ -41,3 +38,9 @@ class Coming:
         if self._behind is not None:
             self._behind.synchronize()
         return self._parts
+
+
+def _sent(part: Tensor) -> Tensor:
+    if not part.is_cuda:
+        return part
+    return torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
