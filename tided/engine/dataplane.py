@@ -139,8 +139,8 @@ class TorchGroup:
     def close(self) -> None:
         """Lets go without waiting for anybody: a peer may be dead, and an orderly destroy would wait for it. NCCL may
         never let go while captured graphs hold collectives: then it is left behind, for a process that ends by
-        `os._exit`, since in an orderly exit the library's destructors abort it; so it is where no thread can begin any
-        more, and what brought the rank here is told."""
+        `os._exit` (in an orderly exit its destructors were seen to abort); so it is where no thread can begin any more,
+        and what brought the rank here is told."""
         if self.one_shot is not None:
             self.one_shot.end()
         ending = threading.Thread(target=self._abort, name="data plane's end", daemon=True)
