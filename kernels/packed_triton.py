@@ -5,7 +5,7 @@ Codes become bf16 or fp16 exactly, inputs are bf16 that hold what the model roun
 sums are fp32; the scale of an FP8 block multiplies the block's sum. A weight in fp16 is the sum of two in bf16: its 11
 bits are 8 and 3 more, and its least, 2^-24, is far from bf16's. K is walked in one order whatever the rows, so a
 row does not depend on its company. A trellis takes three launches: inputs are scaled and rotated into fp16, tiles are
-decoded and multiplied (`exl3_lanes_triton`, or in a chunk `exl3_triton._walk`), outputs are rotated back and scaled.
+decoded and multiplied (`exl3_lanes_triton`, or in a chunk `exl3_walk_triton`), outputs are rotated back and scaled.
 Its K is walked in one order up to 16 rows, in parts that are added behind one another, and in another, as a whole, by
 chunks: a row has the same bits whatever its company in a step, and the same in any chunk."""
 
@@ -18,7 +18,8 @@ from kernels import exl3_lanes_triton as lanes
 from kernels.chain_triton import chain, chained
 from kernels.exl3 import Exl3Matrix
 from kernels.exl3_record import CODEBOOKS
-from kernels.exl3_triton import STAGES, _hadamard, _kept, _place, _processors, _walk
+from kernels.exl3_triton import STAGES, _processors
+from kernels.exl3_walk_triton import _hadamard, _kept, _place, _walk
 from kernels.packed import Exl3, Fp8, Linear, Mxfp4, Plain, Stacked
 from kernels.rounding_triton import INTERPRETED
 from kernels.rows import ROWS
