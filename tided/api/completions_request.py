@@ -17,12 +17,11 @@ from tided.api.chat_request import (
     stops_of,
 )
 from tided.api.ids import new_id
-from tided.api.prepare import Prepared, fitting_ids
+from tided.api.prepare import Prepared, fitting_ids, request_of
 from tided.api.served import ServedModel
 from tided.chat.fields import Fields, is_number, refuse
 from tided.chat.messages import Conversation, Prompt, Segment
 from tided.chat.tokenizer import Tokenizer
-from tided.engine.types import Request
 from tided.errors import ContextOverflowError, RequestError
 
 MAX_PROMPTS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, DEFAULT_MAX_TOKENS = 8, 5, 100, 16
@@ -76,22 +75,8 @@ def _prepared(fields: Fields, served: ServedModel, alive: Callable[[], None]) ->
         scores += len(ids) * sum(1 + most for most in told) * chat.n
         if scores > MAX_SCORES:
             refuse("prompt", f"{scores} log probabilities, a reply tells at most {MAX_SCORES}: ask for fewer at a time")
-        request = Request(
-            request_id=reply_id,
-            prompt_ids=ids,
-            sampling=chat.sampling,
-            max_tokens=max_tokens,
-            stop_ids=chat.stop_ids if chat.ignore_eos else (*served.stop_ids, *chat.stop_ids),
-            fidelity=chat.fidelity,
-            min_tokens=chat.min_tokens,
-            loop_break=chat.loop_break,
-            logprobs=chat.logprobs,
-            scored=bool(told),
-            scored_top=max(told, default=0),
-            adapts=adapts,
-            cache_salt=chat.cache_salt,
-            asker=served.asker,
-        )
+        plain = request_of(chat, served, reply_id, ids, max_tokens)
+        request = msgspec.structs.replace(plain, scored=bool(told), scored_top=max(told, default=0), adapts=adapts)
         one = Prepared(chat, Prompt((), "content", leading=False), request)
         numbers = range(at * chat.n, (at + 1) * chat.n)
         prepared += [one.variant(f"{reply_id}-{k}" if k else reply_id, k - at * chat.n) for k in numbers]

@@ -81,7 +81,18 @@ def prepare_chat(
     max_tokens = fitting_max_tokens(chat, len(prompt_ids), served, lowers=lowers)
     alive()
     guides = guides_for(chat.shape, chat.conversation, prompt.start, served, alive)
-    request = Request(
+    plain = request_of(chat, served, request_id, prompt_ids, max_tokens)
+    request = msgspec.structs.replace(plain, guided=guides.grammar is not None)
+    kept = msgspec.structs.replace(chat, conversation=msgspec.structs.replace(chat.conversation, messages=()))
+    bare = msgspec.structs.replace(prompt, segments=(), images=())
+    return Prepared(kept, bare, request, guides, lowers, prompt.images)
+
+
+def request_of(
+    chat: ChatRequest, served: ServedModel, request_id: str, prompt_ids: list[int], max_tokens: int
+) -> Request:
+    """What every API asks of the engine alike."""
+    return Request(
         request_id=request_id,
         prompt_ids=prompt_ids,
         sampling=chat.sampling,
@@ -91,13 +102,9 @@ def prepare_chat(
         min_tokens=chat.min_tokens,
         loop_break=chat.loop_break,
         logprobs=chat.logprobs,
-        guided=guides.grammar is not None,
         cache_salt=chat.cache_salt,
         asker=served.asker,
     )
-    kept = msgspec.structs.replace(chat, conversation=msgspec.structs.replace(chat.conversation, messages=()))
-    bare = msgspec.structs.replace(prompt, segments=(), images=())
-    return Prepared(kept, bare, request, guides, lowers, prompt.images)
 
 
 def rendered(conversation: Conversation, served: ServedModel) -> Prompt:
