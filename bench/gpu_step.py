@@ -153,7 +153,8 @@ class Looped:
 
 @torch.inference_mode()
 def looped(model: DeepseekV41, at: Prepared, sampling: Sampling, steps: int) -> Looped:
-    """Steps as the engine's thread goes through them: each takes the tokens of the one before."""
+    """Steps as the engine's thread goes through them, from tokens to tokens: always the same ones, so that all steps
+    ask for the same experts as the graphs alone."""
     tap, own, lanes = model.blocks[0].moe.bank.tap, at.made.captured, at.lanes
     tokens, times = at.ids.tolist(), list[Looped]()
     watched = [(Watched(graph), layer) for graph, layer in own.pieces]
@@ -165,8 +166,9 @@ def looped(model: DeepseekV41, at: Prepared, sampling: Sampling, steps: int) -> 
         drawn = drawing(logits, [(sampling, lane.position) for lane in lanes])
         tap.add_up()
         launched = time.perf_counter()
-        tokens = drawn()
+        read = drawn()
         ended = time.perf_counter()
+        assert len(read) == len(tokens)
         launches = sum(graph.seconds for graph, _ in watched)
         times.append(Looped(ended - began, watched[0][0].began_s - began, launches, launched - began))
     at.made.captured = own

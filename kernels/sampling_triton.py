@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.device import INTERPRETED
 
 PROGRAMS = 2 if INTERPRETED else 64  # of a row
-SIZE, FEW = 512, 256  # logits that a program looks at together, alone and against each candidate
+SIZE = 512  # logits that a program looks at together
 PEAK_PROGRAMS, PEAK_SIZE = 16, 2048
 LAW = 5  # int64 of a row: temperature (0: the likeliest), 64 bits of noise, min_p, top_k, top_p; fp64 as their bits
 DIGITS = 8  # of four bits each, of a logit's
@@ -90,8 +90,9 @@ def _narrow(
     logits, law, whole, peaks, bounds, parts, ended, width, shift, unit,
     TOP_P: tl.constexpr, L: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One digit of the bound of each row that has one. bounds [rows, 2, 3] int64, of top-k and of top-p: the least
-    logit of the interval that is left, in its order; how much is above the interval; how much there must be."""
+    """One digit of the bound of each row that has one. parts [rows, P, 16] int64: what a program finds for each digit;
+    zero before, and zero again. bounds [rows, 2, 3] int64, of top-k and of top-p: the least logit of the interval that
+    is left, in its order; how much is above the interval; how much there must be."""
     row, program = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p = tl.load(law + row * L), tl.load(whole + row * L + 3), tl.load(law + row * L + 4)
     ranked = (top_k > 0) & (top_k < width)
@@ -103,26 +104,26 @@ def _narrow(
             bound = _weight(_value(tl.load(bounds + 2 * row * 3)), peak, temperature)
             least = tl.where(ranked, bound, 0.0)
         digit, column = tl.arange(0, 16), tl.arange(0, N)
-        sums = tl.zeros([N, 16], tl.int64)
+        mine = parts + (row * P + program) * 16
         for first in range(program * N, width, P * N):
             there = first + column < width
             value = tl.load(logits + row.to(tl.int64) * width + first + column, mask=there, other=0.0)
             place = (_order(value) - base) >> shift  # a shift keeps the sign
             within = there & (place >= 0) & (place < 16)
-            if tl.sum(within.to(tl.int32), 0) > 0:
-                if TOP_P:
+            if TOP_P:
+                if tl.sum(within.to(tl.int32), 0) > 0:
                     weight = _weight(value, peak, temperature)
                     count = tl.where(weight >= least, (weight * unit).to(tl.int64), 0)
-                else:
-                    count = tl.full([N], 1, tl.int64)
-                count = tl.where(within, count, 0)
-                sums += tl.where(place[:, None] >= digit[None, :], count[:, None], 0)
-        tl.store(parts + (row * P + program) * 16 + digit, tl.sum(sums, 0))
+                    tl.atomic_add(mine + place, count, mask=within, sem="relaxed")
+            else:
+                tl.atomic_add(mine + place, tl.full([N], 1, tl.int64), mask=within, sem="relaxed")
         tl.debug_barrier()
         if tl.atomic_add(ended + row, 1, sem="acq_rel") == P - 1:
             every = tl.arange(0, P)
-            each = tl.load(parts + (row * P + every)[:, None] * 16 + digit[None, :], cache_modifier=".cg")
-            sums_of_all = tl.sum(each, 0)
+            all_parts = parts + (row * P + every)[:, None] * 16 + digit[None, :]
+            each = tl.sum(tl.load(all_parts, cache_modifier=".cg"), 0)
+            tl.store(all_parts, tl.zeros([P, 16], tl.int64))
+            sums_of_all = tl.sum(tl.where(digit[None, :] >= digit[:, None], each[None, :], 0), 1)
             wanted = tl.load(own + 2)
             if shift == 28:
                 wanted = top_k
@@ -193,6 +194,12 @@ def _ended(device: torch.device, rows: int) -> Tensor:
     return torch.zeros(rows, dtype=torch.int32, device=device)
 
 
+@lru_cache
+def _parts(device: torch.device, rows: int) -> Tensor:
+    """The same."""
+    return torch.zeros(rows, PROGRAMS, 16, dtype=torch.int64, device=device)
+
+
 def likeliest(logits: Tensor) -> Tensor:
     """logits [R, V] fp32, contiguous -> [R] int64: the lowest id among equals, -1 where any logit is no number."""
     return likeliest_and_peaks(logits)[0]
@@ -213,14 +220,14 @@ def likeliest_and_peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
 def bounds_of(logits: Tensor, law: Tensor, peaks: Tensor, top_k: bool, top_p: bool) -> Tensor:
     """As `draw` -> bounds of `_narrow`, whose first numbers are the least logits that may be drawn, in their order."""
     (rows, width), device = logits.shape, logits.device
-    parts = torch.empty(rows, PROGRAMS, 16, dtype=torch.int64, device=device)
     bounds = torch.empty(rows, 2, 3, dtype=torch.int64, device=device)
     unit = 2.0 ** (62 - width.bit_length())
+    floats, parts, ended = law.view(torch.float64), _parts(device, rows), _ended(device, rows)
     for by_share in [False] * top_k + [True] * top_p:
         for digit in reversed(range(DIGITS)):
             _narrow[(rows, PROGRAMS)](
-                logits, law.view(torch.float64), law, peaks, bounds, parts, _ended(device, rows), width, 4 * digit,
-                unit, TOP_P=by_share, L=LAW, P=PROGRAMS, N=FEW, num_warps=4,
+                logits, floats, law, peaks, bounds, parts, ended, width, 4 * digit, unit, TOP_P=by_share, L=LAW,
+                P=PROGRAMS, N=SIZE, num_warps=4,
             )  # fmt: skip
     return bounds
 
