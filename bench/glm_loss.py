@@ -1,10 +1,12 @@
 """What EXL3 and residency cost the mini GLM on the same held-out answers, in nats a token: the weights as they were
 trained, as they are stored, and with a part of the experts' bytes in memory.
 
-    python bench/glm_loss.py [profiles/mini-glm.toml] [--masters FILE] [--held 67] [--tokens 48] [--longest 24] [--json]
+    python bench/glm_loss.py [profiles/mini-glm.toml] [--trained FILE] [--held 67] [--tokens 48]
+        [--longest 24] [--json]
 
     trained         every expert, in bf16: the parameters that a training run left (`minis.glm53.train`), by its own
-                    forward pass with hard top-k. They are not bundled; without --masters the row is left out
+                    forward pass with hard top-k. They are not bundled; what they said of every held-out answer is
+                    (`minis.glm53.heldout`), and its row is left out for a checkpoint of other parameters
     as stored       every expert, by the engine: EXL3 experts, FP8 attention
     substitution    a part of the experts' bytes, the seed's set; every missing expert is substituted
     + reads         the same set; of each step the heaviest misses are read before use (`balanced`)
@@ -25,17 +27,15 @@ import torch
 from msgspec.structs import replace
 from residency_engine import FROZEN, Variant, serving
 from residency_report import Answer
-from safetensors.torch import load_file
-from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from minis.glm53 import model as trained
+from minis.glm53 import heldout
 from tidectl.evals.texts import Text, read
 from tided.errors import TideError
-from tided.models.glm53.config import Config, read_config
 from tided.profile import load
 
+TRAINED = Path(__file__).parents[1] / "minis/results/glm/trained.json"
 MOST_TOKENS = 640  # of a prompt and its answer
 READS = Variant("+ reads", fidelity="balanced")
 EXACT = Variant("exact", fidelity="exact")
@@ -54,20 +54,16 @@ def chosen(texts: dict[str, list[Text]], tokens: int, longest: int) -> dict[str,
     return found
 
 
-@torch.no_grad()
-def by_training(config: Config, masters: dict[str, torch.Tensor], texts: dict[str, list[Text]]) -> Losses:
-    """masters: parameters as training has them, experts stacked."""
-    p = {name: weight.bfloat16().float() for name, weight in masters.items()}
-    mode = trained.Mode(select=True)
-    packed, frequency = trained.pack_all(p, config, mode.dtype), trained.frequencies(config, torch.device("cpu"))
-    losses: Losses = {}
-    for domain, text in ((domain, text) for domain, of_domain in texts.items() for text in of_domain):
-        ids = torch.tensor([text.ids])
-        state = trained.trunk(p, config, trained.make_layout(ids, config, frequency), packed, mode).state[0]
-        rows = trained.logits(p, state[text.prompt_tokens - 1 : -1])
-        each = F.cross_entropy(rows, ids[0, text.prompt_tokens :], reduction="none")
-        losses.setdefault(domain, []).extend(each.tolist())
-    return losses
+def by_training(path: Path, texts: dict[str, list[Text]], found: heldout.Trained) -> list[Answer]:
+    whole = {
+        (text.row, text.prompt_tokens): text for of_domain in read(path, MOST_TOKENS).values() for text in of_domain
+    }
+    answers = []
+    for text in (text for of_domain in texts.values() for text in of_domain):
+        scored = found.of(whole[text.row, text.prompt_tokens], text.answer_tokens)
+        hits = [place not in scored.unlikely for place in range(text.answer_tokens)]
+        answers.append(Answer(text.domain, losses=scored.losses, hits=hits))
+    return answers
 
 
 def by_engine(settings: Any, held: float, variant: Variant, texts: dict[str, list[Text]]) -> list[Answer]:
@@ -75,13 +71,14 @@ def by_engine(settings: Any, held: float, variant: Variant, texts: dict[str, lis
         return [server.answer(text) for of_domain in texts.values() for text in of_domain]
 
 
-def row(name: str, losses: Losses, answers: Sequence[Answer] = ()) -> dict[str, Any]:
+def row(name: str, answers: Sequence[Answer]) -> dict[str, Any]:
+    losses = losses_of(answers)
     domains = {domain: round(sum(each) / len(each), 4) for domain, each in losses.items()}
     found: dict[str, Any] = {"row": name, "loss": domains, "mean": round(sum(domains.values()) / len(domains), 4)}
+    hits = [hit for answer in answers for hit in answer.hits]
+    found["top1"] = round(sum(hits) / len(hits), 4)
     seen = [part for answer in answers for part in answer.seen]
     if weight := sum(part.weight for part in seen):
-        hits = [hit for answer in answers for hit in answer.hits]
-        found["top1"] = round(sum(hits) / len(hits), 4)
         found["missed"] = round(sum(part.missed for part in seen) / weight, 4)
         found["digests"] = [answer.digest for answer in answers]
     return found
@@ -104,14 +101,16 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     path = Path(settings.model.path)
     texts = chosen(read(path, MOST_TOKENS), options.tokens, options.longest)
     texts = {domain: texts[domain] for domain in options.domains.split(",") if domain} or texts
-    if options.masters:
-        config = read_config(json.loads((path / "config.json").read_text("utf-8")))
-        yield row("trained", by_training(config, load_file(options.masters), texts))
+    found = heldout.read_trained(options.trained)
+    if found.checkpoint == heldout.mark(path):
+        yield row("trained", by_training(path, texts, found))
+    else:
+        print(f"trained: {options.trained} is of other parameters than {path}", file=sys.stderr)
     runs = (("as stored", 100.0, FROZEN), *((one.name, options.held, one) for one in (FROZEN, READS, EXACT)))
     whole: list[str] = []
     for name, held, variant in runs:
         answers = by_engine(settings, held, variant, texts)
-        found = row(name, losses_of(answers), answers)
+        found = row(name, answers)
         digests = found.pop("digests")
         whole = whole or digests
         yield found | {"answers": len(digests), "equal": sum(a == b for a, b in zip(digests, whole, strict=True))}
@@ -122,22 +121,28 @@ def show(found: dict[str, Any], first: bool) -> None:
         print("| | " + " | ".join((*found["loss"], "mean", "top-1", "missed", "equal to as stored")) + " |")
         print("|---" * (len(found["loss"]) + 5) + "|")
     cells = [f"{loss:.4f}" for loss in (*found["loss"].values(), found["mean"])]
-    if "top1" in found:
-        equal = f"{found['equal']} of {found['answers']}"
-        cells += [f"{found['top1']:.1%}", f"{found['missed']:.1%}", equal]
+    cells.append(f"{found['top1']:.1%}")
+    if "missed" in found:
+        cells += [f"{found['missed']:.1%}", f"{found['equal']} of {found['answers']}"]
+    else:
+        cells += ["", ""]
     print(f"| {found['row']} | " + " | ".join(cells) + " |", flush=True)
 
 
-def main(arguments: Sequence[str]) -> int:
+def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile", type=Path, nargs="?", default=Path(__file__).parents[1] / "profiles/mini-glm.toml")
-    parser.add_argument("--masters", type=Path, help="what training left: masters.safetensors")
+    parser.add_argument("--trained", type=Path, default=TRAINED, help="what `minis.glm53.heldout` wrote")
     parser.add_argument("--held", type=float, default=67.0, help="percent of the experts' bytes")
     parser.add_argument("--tokens", type=int, default=48, help="of answers, a domain")
     parser.add_argument("--longest", type=int, default=24, help="tokens of an answer; the rest of it is left out")
     parser.add_argument("--domains", default="", help="default: all")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str]) -> int:
+    options = arguments(given)
     torch.set_num_threads(1)
     try:
         for number, found in enumerate(rows(options)):
