@@ -30,6 +30,8 @@ def compiled(kernel: Any, rows: int, dtype: str, capability: int, num_warps: int
     block = constants["BLOCK"]
     types = {**POINTERS, "x": f"*{dtype}", "hidden": f"*{dtype}"}
     types |= dict.fromkeys(("w1", "w3", "w2"), f"tensordesc<u8[1,{rows},{block // 2}]>")
+    if kernel in (experts_triton._gate_up, experts_triton._down):
+        types |= {name: f"tensordesc<u8[1,{parts},{rows},{block // 2}]>" for name, parts in (("w13", 2), ("w2", 1))}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     whole = {
         (at,): [["tt.divisibility", 16]]

@@ -115,33 +115,25 @@ def _add(acc, tile, bytes_, acts, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROW
 
 @triton.jit
 def _product(
-    first, second, slot, row, scales, scales2, x, blocks, row_scales, valid,
-    ROWS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr, WHOLE: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr,
+    codes, slot, row, scales, x, blocks, row_scales, valid,
+    ROWS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """first, of a PAIR second too: a part of every slot, taken at `slot` from `row` on, BLOCK weights of ROWS rows at a
-    time; scales, scales2 [ROWS]: a row's first scale; x [M]: activation rows in the order of `_position` -> one or two
-    [ROWS, M] fp32 x 2^-14. WHOLE: a row is whole blocks."""
-    acc, acc2 = tl.zeros([ROWS, M], tl.float32), tl.zeros([ROWS, M], tl.float32)
+    """codes: of every slot, so many matrices; ROWS rows are taken at `slot`, from `row` of each on, BLOCK weights of
+    each at a time; scales [ROWS]: a row's first scale; x [M]: activation rows in the order of `_position` -> [ROWS, M]
+    fp32 x 2^-14. WHOLE: a row is whole blocks."""
+    acc = tl.zeros([ROWS, M], tl.float32)
     column = tl.arange(0, BLOCK)
     for block in tl.range(0, blocks, num_stages=STAGES):
-        tile = first.load([slot, row, block * (BLOCK // 2)]).reshape(ROWS, BLOCK // 2)
-        if PAIR:
-            tile2 = second.load([slot, row, block * (BLOCK // 2)]).reshape(ROWS, BLOCK // 2)
+        tile = codes.load([slot, 0, row, block * (BLOCK // 2)]).reshape(ROWS, BLOCK // 2)
         words = _scale_words(scales, block, row_scales, BLOCK, WHOLE)
-        if PAIR:
-            words2 = _scale_words(scales2, block, row_scales, BLOCK, WHOLE)
         rows = tl.load(x[:, None] + (block * BLOCK + column)[None, :], mask=valid[:, None], other=0.0)
         for group in tl.static_range(BLOCK // 32):
             if group % 4 == 0:
                 bytes_ = tl.sum(_part(words, group // 4, BLOCK // 128), 1)
-                if PAIR:
-                    bytes2 = tl.sum(_part(words2, group // 4, BLOCK // 128), 1)
             acts = _part(rows, group, BLOCK // 32).trans(1, 0)
             acc = _add(acc, tile, bytes_, acts, group, BLOCK // 32, ROWS, ASM)
-            if PAIR:
-                acc2 = _add(acc2, tile2, bytes2, acts, group, BLOCK // 32, ROWS, ASM)
-    return acc, acc2
+    return acc
 
 
 @triton.jit
@@ -223,7 +215,7 @@ def _ceiling_exponent(weight, limit):
 
 @triton.jit
 def _gate_up(
-    w1, w3, scales, slot_bytes, table, weights, x, factors, hidden, top_k, limit, blocks, row_scales,
+    w13, scales, slot_bytes, table, weights, x, factors, hidden, top_k, limit, blocks, row_scales,
     s1_bytes, s3_bytes, x_width, hidden_width,
     PICKS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, CHAINED: tl.constexpr,
@@ -238,11 +230,13 @@ def _gate_up(
     found = tl.load(table + PICKS + tl.program_id(1) * M + tl.arange(0, M))
     valid = found >= 0
     found = tl.maximum(found, 0)
-    at = scales + slot.to(tl.int64) * slot_bytes + (tile * 32 + tl.arange(0, 32)) * row_scales
-    gate, up = _product(
-        w1, w3, slot, tile * 32, at + s1_bytes, at + s3_bytes, x + found // top_k * x_width, blocks, row_scales, valid,
-        32, M, BLOCK, True, WHOLE, STAGES, ASM,
+    row = tl.arange(0, 64)  # 32 of w1, and the same of w3
+    at = scales + slot.to(tl.int64) * slot_bytes + tl.where(row < 32, s1_bytes, s3_bytes)
+    both = _product(
+        w13, slot, tile * 32, at + (tile * 32 + row % 32) * row_scales, x + found // top_k * x_width, blocks,
+        row_scales, valid, 64, M, BLOCK, WHOLE, STAGES, ASM,
     )  # fmt: skip
+    gate, up = tl.split(both.reshape(2, 32, M).permute(1, 2, 0))
     factor = tl.load(factors + found // top_k)
     gate, up = _rounded(gate * factor[None, :]), _rounded(up * factor[None, :])
     gate, up = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
@@ -270,9 +264,9 @@ def _down(
     found = tl.maximum(found, 0)
     row = tile * ROWS + tl.arange(0, ROWS)
     at = scales + slot.to(tl.int64) * slot_bytes + s2_bytes + row * row_scales
-    acc, _ = _product(
-        w2, w2, slot, tile * ROWS, at, at, hidden + found * hidden_width, blocks, row_scales, valid,
-        ROWS, M, BLOCK, False, WHOLE, STAGES, ASM,
+    acc = _product(
+        w2, slot, tile * ROWS, at, hidden + found * hidden_width, blocks, row_scales, valid,
+        ROWS, M, BLOCK, WHOLE, STAGES, ASM,
     )  # fmt: skip
     factor = _power(_ceiling_exponent(tl.load(weights + found), limit))
     tl.store(out + found[None, :] * outer + row[:, None], acc * factor[None, :], mask=valid[None, :])
@@ -292,7 +286,7 @@ def _sum(parts, picks, out, outer, TOP_K: tl.constexpr, SIZE: tl.constexpr, CHAI
 
 
 # Both keep a block of threads within 27 KB of shared memory and 130 registers: what any device since sm_80 has.
-GATE_UP = {"BLOCK": 256, "STAGES": 3, "num_warps": 2}
+GATE_UP = {"BLOCK": 256, "STAGES": 3, "num_warps": 4}
 DOWN = {"BLOCK": 128, "STAGES": 3, "num_warps": 2}
 DOWN_ROWS = 64  # where the width allows
 
@@ -301,6 +295,17 @@ def _tiles(slots: Tensor, record: ExpertRecord, part: Part, rows: int, block: in
     """A part of every slot, to be read in tiles of `rows` x `block` weights."""
     shape, strides = [len(slots), part.rows, part.row_bytes], [record.slot_bytes, part.row_bytes, 1]
     return TensorDescriptor(slots[:, part.offset :], shape, strides, [1, rows, block // 2])
+
+
+def _stacked(slots: Tensor, record: ExpertRecord, first: Part, parts: int, rows: int, block: int) -> TensorDescriptor:
+    """So many parts of one shape, one behind the other in a slot, read in tiles of `rows` x `block` weights each."""
+    shape = [len(slots), parts, first.rows, first.row_bytes]
+    return TensorDescriptor(
+        slots[:, first.offset :],
+        shape,
+        [record.slot_bytes, first.nbytes, first.row_bytes, 1],
+        [1, parts, rows, block // 2],
+    )
 
 
 def _up_to(width: int, multiple: int) -> int:
@@ -345,7 +350,7 @@ def pick_outputs(
     if not 0 < limit <= MAX_LIMIT:
         raise ValueError(f"a clamp at {limit}: hidden rows are kept as fp16, which needs one of {MAX_LIMIT} at most")
     d, n, count = record.hidden, record.share, tokens * top_k
-    w1, w3, w2, s1, s3, s2 = record.parts
+    w1, _, w2, s1, s3, s2 = record.parts
     picks, weights = picks.to(torch.int32).contiguous(), weights.contiguous()
     x_width, hidden_width = _up_to(d, GATE_UP["BLOCK"]), _up_to(n, DOWN["BLOCK"])
     m, every = 8 if tokens <= 8 else 16, max(64, triton.next_power_of_2(count))
@@ -362,13 +367,13 @@ def pick_outputs(
     )  # fmt: skip
     block = GATE_UP["BLOCK"]
     _gate_up[(n // 32, count)](
-        _tiles(slots, record, w1, 32, block), _tiles(slots, record, w3, 32, block), slots, record.slot_bytes, table,
-        weights, ordered, factors, hidden, top_k, limit, x_width // block, d // 32, s1.offset, s3.offset, x_width,
-        hidden_width, WHOLE=d % block == 0, **shape, **GATE_UP, **launch,
+        _stacked(slots, record, w1, 2, 32, block), slots, record.slot_bytes, table, weights, ordered, factors, hidden,
+        top_k, limit, x_width // block, d // 32, s1.offset, s3.offset, x_width, hidden_width, WHOLE=d % block == 0,
+        **shape, **GATE_UP, **launch,
     )  # fmt: skip
     block, rows = DOWN["BLOCK"], DOWN_ROWS if d % DOWN_ROWS == 0 else 32  # a width is a multiple of 32
     _down[(d // rows, count)](
-        _tiles(slots, record, w2, rows, block), slots, record.slot_bytes, table, weights, hidden, outputs, limit,
+        _stacked(slots, record, w2, 1, rows, block), slots, record.slot_bytes, table, weights, hidden, outputs, limit,
         hidden_width // block, n // 32, d, s2.offset, hidden_width, ROWS=rows, WHOLE=n % block == 0, **shape, **DOWN,
         **launch,
     )  # fmt: skip
