@@ -46,13 +46,13 @@ def main() -> None:
     parser.add_argument("--glm-resident", type=int, default=12_968)
     parser.add_argument("--wheel", type=Path, help="exllamav3's, for exl3")
     parser.add_argument("--build", type=Path, default=Path("scratch/exllamav3"), help="where its kernel is built")
-    parser.add_argument("--peers", type=Path, nargs="+", default=[], help="folders, wheels or zips, for experts")
+    parser.add_argument(
+        "--peers", type=Path, nargs="+", default=[], help="folders, wheels or zips, for experts; none: ours alone"
+    )
     parser.add_argument("--no-times", action="store_true", help="of experts, what they compute alone")
     options = parser.parse_args()
     if "exl3" in options.part and options.wheel is None:
         parser.error("exl3 needs --wheel")
-    if "experts" in options.part and not options.peers:
-        parser.error("experts needs --peers")
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device")
     best = ceiling(options.rounds)

@@ -30,8 +30,7 @@ def compiled(kernel: Any, rows: int, dtype: str, capability: int, num_warps: int
     block = constants["BLOCK"]
     types = {**POINTERS, "x": f"*{dtype}", "hidden": f"*{dtype}"}
     types |= dict.fromkeys(("w1", "w3", "w2"), f"tensordesc<u8[1,{rows},{block // 2}]>")
-    if kernel in (experts_triton._gate_up, experts_triton._down):
-        types |= {name: f"tensordesc<u8[1,{parts},{rows},{block // 2}]>" for name, parts in (("w13", 2), ("w2", 1))}
+    types["w13"] = f"tensordesc<u8[1,2,{rows},{block // 2}]>"
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     whole = {
         (at,): [["tt.divisibility", 16]]
@@ -77,7 +76,7 @@ def decode(capability: int) -> dict[str, float]:
     """Of the two kernels of a decode step, at the shapes of DeepSeek-V4.1-Flash."""
     fixed = {"PICKS": 64, "M": 8, "WHOLE": True, "ASM": True, "CHAINED": capability >= 90}
     gate_up, down, rows = experts_triton.GATE_UP, experts_triton.DOWN, experts_triton.DOWN_ROWS
-    first = compiled(experts_triton._gate_up, 32, "fp16", capability, **gate_up, **fixed)
+    first = compiled(experts_triton._gate_up, 32, "fp16", capability, STAGES=3, **gate_up, **fixed)
     second = compiled(experts_triton._down, rows, "fp16", capability, ROWS=rows, **down, **fixed)
     return {
         "gate_up": a_weight(64, gate_up["BLOCK"], gate_up["num_warps"], loop(listing(first))),

@@ -116,16 +116,19 @@ def _add(acc, tile, bytes_, acts, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROW
 @triton.jit
 def _product(
     codes, slot, row, scales, x, blocks, row_scales, valid,
-    ROWS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    ROWS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """codes: of every slot, so many matrices; ROWS rows are taken at `slot`, from `row` of each on, BLOCK weights of
-    each at a time; scales [ROWS]: a row's first scale; x [M]: activation rows in the order of `_position` -> [ROWS, M]
-    fp32 x 2^-14. WHOLE: a row is whole blocks."""
+    """codes: a matrix of every slot, or a PAIR of them; ROWS rows are taken at `slot`, from `row` of each on, BLOCK
+    weights at a time; scales [ROWS]: a row's first scale; x [M]: activation rows in the order of `_position` -> fp32
+    x 2^-14, [ROWS, M]. WHOLE: a row is whole blocks."""
     acc = tl.zeros([ROWS, M], tl.float32)
     column = tl.arange(0, BLOCK)
     for block in tl.range(0, blocks, num_stages=STAGES):
-        tile = codes.load([slot, 0, row, block * (BLOCK // 2)]).reshape(ROWS, BLOCK // 2)
+        if PAIR:
+            tile = codes.load([slot, 0, row, block * (BLOCK // 2)]).reshape(ROWS, BLOCK // 2)
+        else:
+            tile = codes.load([slot, row, block * (BLOCK // 2)]).reshape(ROWS, BLOCK // 2)
         words = _scale_words(scales, block, row_scales, BLOCK, WHOLE)
         rows = tl.load(x[:, None] + (block * BLOCK + column)[None, :], mask=valid[:, None], other=0.0)
         for group in tl.static_range(BLOCK // 32):
@@ -234,7 +237,7 @@ def _gate_up(
     at = scales + slot.to(tl.int64) * slot_bytes + tl.where(row < 32, s1_bytes, s3_bytes)
     both = _product(
         w13, slot, tile * 32, at + (tile * 32 + row % 32) * row_scales, x + found // top_k * x_width, blocks,
-        row_scales, valid, 64, M, BLOCK, WHOLE, STAGES, ASM,
+        row_scales, valid, 64, M, BLOCK, True, WHOLE, STAGES, ASM,
     )  # fmt: skip
     gate, up = tl.split(both.reshape(2, 32, M).permute(1, 2, 0))
     factor = tl.load(factors + found // top_k)
@@ -266,7 +269,7 @@ def _down(
     at = scales + slot.to(tl.int64) * slot_bytes + s2_bytes + row * row_scales
     acc = _product(
         w2, slot, tile * ROWS, at, hidden + found * hidden_width, blocks, row_scales, valid,
-        ROWS, M, BLOCK, WHOLE, STAGES, ASM,
+        ROWS, M, BLOCK, False, WHOLE, STAGES, ASM,
     )  # fmt: skip
     factor = _power(_ceiling_exponent(tl.load(weights + found), limit))
     tl.store(out + found[None, :] * outer + row[:, None], acc * factor[None, :], mask=valid[None, :])
@@ -285,10 +288,20 @@ def _sum(parts, picks, out, outer, TOP_K: tl.constexpr, SIZE: tl.constexpr, CHAI
     tl.store(out + row * outer + column, total, mask=column < outer)
 
 
-# Both keep a block of threads within 27 KB of shared memory and 130 registers: what any device since sm_80 has.
-GATE_UP = {"BLOCK": 256, "STAGES": 3, "num_warps": 4}
+# Both keep a block of threads within 38 KB of shared memory and 130 registers: what any device since sm_80 has.
+GATE_UP = {"BLOCK": 256, "num_warps": 4}
 DOWN = {"BLOCK": 128, "STAGES": 3, "num_warps": 2}
 DOWN_ROWS = 64  # where the width allows
+
+
+def _stages(picks: int, tiles: int, device: torch.device) -> int:
+    """Of `_gate_up`'s pipeline; no bit depends on it. With three, six blocks of threads find room in a multiprocessor
+    of sm_90; with four only five, each with more on its way, which is better (`docs/results.md`) unless three take all
+    blocks at once and four do not. About six of ten picks want an expert that no other pick wants."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return 3
+    of_each = 0.6 * picks * tiles / torch.cuda.get_device_properties(device).multi_processor_count
+    return 3 if 5 < of_each <= 6 else 4
 
 
 def _tiles(slots: Tensor, record: ExpertRecord, part: Part, rows: int, block: int) -> TensorDescriptor:
@@ -297,15 +310,10 @@ def _tiles(slots: Tensor, record: ExpertRecord, part: Part, rows: int, block: in
     return TensorDescriptor(slots[:, part.offset :], shape, strides, [1, rows, block // 2])
 
 
-def _stacked(slots: Tensor, record: ExpertRecord, first: Part, parts: int, rows: int, block: int) -> TensorDescriptor:
-    """So many parts of one shape, one behind the other in a slot, read in tiles of `rows` x `block` weights each."""
-    shape = [len(slots), parts, first.rows, first.row_bytes]
-    return TensorDescriptor(
-        slots[:, first.offset :],
-        shape,
-        [record.slot_bytes, first.nbytes, first.row_bytes, 1],
-        [1, parts, rows, block // 2],
-    )
+def _paired(slots: Tensor, record: ExpertRecord, part: Part, rows: int, block: int) -> TensorDescriptor:
+    """A part of every slot and the one of its shape behind it, in tiles of `rows` x `block` weights of each."""
+    shape, strides = [len(slots), 2, part.rows, part.row_bytes], [record.slot_bytes, part.nbytes, part.row_bytes, 1]
+    return TensorDescriptor(slots[:, part.offset :], shape, strides, [1, 2, rows, block // 2])
 
 
 def _up_to(width: int, multiple: int) -> int:
@@ -367,13 +375,13 @@ def pick_outputs(
     )  # fmt: skip
     block = GATE_UP["BLOCK"]
     _gate_up[(n // 32, count)](
-        _stacked(slots, record, w1, 2, 32, block), slots, record.slot_bytes, table, weights, ordered, factors, hidden,
+        _paired(slots, record, w1, 32, block), slots, record.slot_bytes, table, weights, ordered, factors, hidden,
         top_k, limit, x_width // block, d // 32, s1.offset, s3.offset, x_width, hidden_width, WHOLE=d % block == 0,
-        **shape, **GATE_UP, **launch,
+        STAGES=_stages(count, n // 32, x.device), **shape, **GATE_UP, **launch,
     )  # fmt: skip
     block, rows = DOWN["BLOCK"], DOWN_ROWS if d % DOWN_ROWS == 0 else 32  # a width is a multiple of 32
     _down[(d // rows, count)](
-        _stacked(slots, record, w2, 1, rows, block), slots, record.slot_bytes, table, weights, hidden, outputs, limit,
+        _tiles(slots, record, w2, rows, block), slots, record.slot_bytes, table, weights, hidden, outputs, limit,
         hidden_width // block, n // 32, d, s2.offset, hidden_width, ROWS=rows, WHOLE=n % block == 0, **shape, **DOWN,
         **launch,
     )  # fmt: skip

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 CASES, ROOT = Path(__file__).with_name("experts_cases.py"), Path(__file__).parents[2]
 PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -24,6 +26,18 @@ def run(device: str, cases: Path = CASES, **environment: str) -> str:
 
 def test_in_the_interpreter_it_is_the_reference():
     assert run("cpu", TRITON_INTERPRET="1").endswith("ok\n")
+
+
+def test_a_pipeline_is_as_deep_as_leaves_all_blocks_a_place(monkeypatch):
+    from kernels import experts_triton
+
+    device = torch.device("cuda")
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for capability, wanted in (((9, 0), [4, 4, 3, 4, 4]), ((12, 1), [3] * 5)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert [experts_triton._stages(6 * rows, 36, device) for rows in (1, 4, 6, 8, 16)] == wanted
+    assert experts_triton._stages(6, 36, torch.device("cpu")) == 3
 
 
 @pytest.mark.gpu
