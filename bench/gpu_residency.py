@@ -110,11 +110,11 @@ class Rank0:
 class Run:
     """Steps of some lanes of a model beside a ring."""
 
-    def __init__(self, model: DeepseekV41, lanes: list[Any], residents: Residents) -> None:
+    def __init__(self, model: DeepseekV41, lanes: list[Any], context: int, residents: Residents) -> None:
         bank = model.blocks[0].moe.bank
         self._executor, self.rank0 = Executor(model, residents, bank.tap), Rank0(residents)
         self._work = Decode([lane.index for lane in lanes])
-        self._context = lanes[0].position
+        self._context = context
         greedy = Sampling(temperature=0.0)
         for lane in lanes:
             model.close_lane(lane)
@@ -133,7 +133,7 @@ class Run:
         self.again()
 
     def again(self) -> None:
-        """The contexts are as long as at the beginning."""
+        """The contexts are as long as at the beginning, and no group of tokens is open."""
         for n in self._work.lanes:
             state: Any = self._executor.lanes[n].state
             state.position, state.remainders = self._context, {}
@@ -194,7 +194,7 @@ def compare(
     times: dict[int, list[float]] = {0: [], READS: []}
     reads, seconds = 0, 0.0
     with torch.inference_mode():
-        run = Run(model, prepared(model, rows, context).lanes, residents)
+        run = Run(model, prepared(model, rows, context).lanes, context, residents)
         for turn in range(TURNS):
             most = (0, READS)[turn % 2]
             run.again()
