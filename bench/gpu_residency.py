@@ -32,7 +32,7 @@ from tided.engine.executor import Executor
 from tided.engine.types import Request, Sampling
 from tided.experts.arena import Arena, Pair
 from tided.experts.io import IoScheduler
-from tided.experts.read_queue import Depths
+from tided.experts.read_queue import Depths, Priority
 from tided.experts.residents import Residents
 from tided.experts.tables import RoutingTables
 from tided.models.deepseek_v41.model import DeepseekV41
@@ -207,12 +207,12 @@ def compare(
     io.close()
     off, on = (statistics.median(times[most]) for most in (0, READS))
     worst_off, worst_on = (float(np.quantile(times[most], 0.95)) for most in (0, READS))
-    steps = STEPS * TURNS // 2
+    steps, hot = STEPS * TURNS // 2, io.counts[Priority.ASYNC_HOT]
     print(
         f"residency, {rows} rows, {name}, {readers} readers: step {off:.3f} ms without reads (95th percentile "
         f"{worst_off:.3f}), {on:.3f} ms beside them ({on / off:.3f}; 95th percentile {worst_on:.3f}; "
         f"{statistics.median(run.changes_ms):.3f} of it for the change); "
         f"{reads / steps:.1f} records of {record.slot_bytes / 1e6:.2f} MB a step, "
-        f"{reads * record.slot_bytes / seconds / 1e9:.1f} GB/s",
+        f"{reads * record.slot_bytes / seconds / 1e9:.1f} GB/s, {1e3 * hot.seconds / hot.reads:.2f} ms each",
         flush=True,
     )
