@@ -29,7 +29,7 @@ from kernels.rounding_triton import (
 KEYS = 64  # of a block
 SCANNED = 1024  # scores that the selection looks at together
 PROGRAMS = 32  # of a row's scores
-UNLIMITED = 1 << 40
+UNLIMITED = (1 << 31) - 1
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -47,11 +47,11 @@ def _index_query(
     tl.store(out + (row * heads + head) * DIM + c, x.to(tl.bfloat16), mask=there)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "bound", "most_blocks"])
 def _index_scores(
     query, weight_parts, meta, page_keys, kept, out, rows, heads, page_size, most, most_blocks, block_size, least,
     bound, factor, RATIO: tl.constexpr, SPLIT: tl.constexpr, HP: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, LIMITED: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     chained(CHAINED)
     row = tl.program_id(0)
@@ -75,11 +75,9 @@ def _index_scores(
             else:
                 dots = tl.dot(q, tl.trans(key), zero)
             score = tl.sum(weight[:, None] * tl.maximum(dots, 0.0), 0)
-            if LIMITED:
-                free = (visible <= bound) | (
-                    tl.load(kept + row * most_blocks + s // block_size, mask=seen, other=0) != 0
-                )
-                score = tl.where(free, score, float("-inf"))
+            limited = visible > bound
+            free = tl.load(kept + row * most_blocks + s // block_size, mask=seen & limited, other=1) != 0
+            score = tl.where(free, score, float("-inf"))
             tl.store(out + row.to(tl.int64) * most + s, score, mask=seen)
 
 
@@ -217,10 +215,11 @@ def scores(
     than `bound` entries scores are -inf."""
     rows, heads, dim = query.shape
     _index_scores[(rows, PROGRAMS)](
-        query, weight_parts, meta, page_keys, out if kept is None else kept, out, rows, heads, page_size, out.shape[1],
-        0 if kept is None else kept.shape[1], block_size, least, bound, dim**-0.5 * heads**-0.5, RATIO=ratio,
+        query, weight_parts, meta, page_keys, meta.view(torch.uint8) if kept is None else kept, out, rows, heads,
+        page_size, out.shape[1], 0 if kept is None else kept.shape[1], block_size, least,
+        UNLIMITED if kept is None else bound, dim**-0.5 * heads**-0.5, RATIO=ratio,
         SPLIT=len(weight_parts), HP=max(16, triton.next_power_of_2(heads)), DIM=dim,
-        DP=max(16, triton.next_power_of_2(dim)), BLOCK=KEYS, LIMITED=kept is not None, num_warps=4,
+        DP=max(16, triton.next_power_of_2(dim)), BLOCK=KEYS, num_warps=4,
         **chain(query.device),
     )  # fmt: skip
 

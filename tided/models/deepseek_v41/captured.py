@@ -269,6 +269,9 @@ def _scratch(model: "DeepseekV41") -> "Scratch":
     indexers = [block.attention.indexer for block in model.blocks if block.attention.indexer is not None]
     most = max((model.context_tokens // one.ratio for one in indexers), default=1)
     blocks = -(-most // min((one.block_size for one in indexers), default=1))
+    most, blocks = (
+        -(-width // 16) * 16 for width in (most, blocks)
+    )  # of the kind that a chunk's are (`chunk._padded`)
     return Scratch(
         scores=torch.empty(ROWS, most, device=device),
         block_scores=torch.empty(ROWS, blocks, device=device),
