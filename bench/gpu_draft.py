@@ -34,6 +34,7 @@ from tided.models.deepseek_v41.names import expected_tensors
 from tided.models.deepseek_v41.step import Rotations
 
 LAWS = {"greedy": Sampling(temperature=0.0), "drawn": Sampling(seed=5), "ranked": Sampling(seed=5, top_p=0.95)}
+EXPERTS = 64  # of a layer of GLM-5.3's: a token picks 8, and only those are read
 Propose = Callable[[list[Any], Sampling], Draft]
 
 
@@ -101,8 +102,9 @@ def wall_ms(propose: Propose, lanes: list[Any], sampling: Sampling, rounds: int)
     return statistics.median(walls[3:]), statistics.median(busy[3:])
 
 
-def graph_ms(drafter: Any, lanes: int, rounds: int) -> float:
-    graphs, times = drafter.proposals._prepared[lanes].laws["likeliest"].graphs, list[float]()
+def graph_ms(drafter: Any, lanes: int, places: int, rounds: int) -> float:
+    made, times = drafter.proposals._prepared[lanes], list[float]()
+    graphs = made.laws["likeliest"].graphs[: places if made.proposal.one_by_one else 1]
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -114,7 +116,7 @@ def graph_ms(drafter: Any, lanes: int, rounds: int) -> float:
     return statistics.median(times)
 
 
-def table(name: str, drafter: Any, propose: Propose, lanes: list[Any], rounds: int) -> None:
+def table(name: str, places: int, drafter: Any, propose: Propose, lanes: list[Any], rounds: int) -> None:
     for count in range(1, len(lanes) + 1):
         some, proposals, told = lanes[:count], drafter.proposals, list[str]()
         for law, sampling in LAWS.items():
@@ -123,22 +125,25 @@ def table(name: str, drafter: Any, propose: Propose, lanes: list[Any], rounds: i
             proposals.captures = True
             wall, busy = wall_ms(propose, some, sampling, rounds)
             told.append(f"{law} {wall:.3f} ms (host {busy:.3f}, eager {eager:.3f})")
-        print(f"{name}, {count} lanes: graph {graph_ms(drafter, count, rounds):.3f} ms; wall {'; '.join(told)}")
+        graph = graph_ms(drafter, count, places, rounds)
+        print(f"{name} of {places}, {count} lanes: graph {graph:.3f} ms; wall {'; '.join(told)}", flush=True)
 
 
 def show_block(rounds: int, lanes: int = 2, context: int = 8000) -> None:
     drafter, shape = block_drafter()
-    table("DeepSeek-V4.1's block of 5", drafter, proposing(drafter), block_lanes(shape, lanes, context), rounds)
+    table(
+        "DeepSeek-V4.1's block", drafter.size, drafter, proposing(drafter), block_lanes(shape, lanes, context), rounds
+    )
 
 
 def show_chain(rounds: int, lanes: int = 2, context: int = 8000, layers: int = 4) -> None:
     with tempfile.TemporaryDirectory() as name:
-        one = gpu_glm.made(Path(name), layers, None, 64, context, lanes, "cuda", draft="7")
+        one = gpu_glm.made(Path(name), layers, EXPERTS, EXPERTS, context, lanes, "cuda", draft="7")
         drafter, held = one.model.drafter, gpu_glm.prepared(one.model, lanes, context)[0]
         assert drafter is not None
         for places in (1, 3, 7):
             propose = proposing(drafter, places=places, by_kernels=True)
-            table(f"GLM-5.3's chain of {places}", drafter, propose, held, rounds)
+            table("GLM-5.3's chain", places, drafter, propose, held, rounds)
 
 
 def show(options: Any) -> None:
