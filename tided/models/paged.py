@@ -82,10 +82,14 @@ class PagedLanes:
     def make_room(self, contexts: Sequence[Context], counts: Sequence[int]) -> None:
         """Pages for so many more tokens of each. Raises UnavailableError when the pool is short, ContextOverflowError
         past context_tokens, both before anything changed."""
+        short = False
         for context, tokens in zip(contexts, counts, strict=True):
-            if context.position + tokens > self.context_tokens:
+            end = context.position + tokens
+            if end > self.context_tokens:
                 raise ContextOverflowError(self.context_tokens, context.position, tokens)
-        self.pool.grow(contexts, counts)
+            short = short or end > len(context.pages) * PAGE_TOKENS
+        if short:  # seldom, and a device waits meanwhile
+            self.pool.grow(contexts, counts)
 
 
 def context_of(lane: LaneState) -> Context:

@@ -177,17 +177,17 @@ class DecodeSteps:
         self, model: "DeepseekV41", made: Prepared, contexts: list[Context], counts: Sequence[int], tokens: list[int]
     ) -> None:
         """Writes what the rows are, for the step to copy."""
-        fields, row = made.meta, 0
+        fields = list[tuple[int, ...]]()
         for lane, count in zip(contexts, counts, strict=True):
             recent = self._recent.get(lane)
             if recent is None:
                 recent = self._recent[lane] = Recent(model, lane.windows)
-            recent.adopt(lane)
-            first, start, pages = row, lane.position, lane.page_table.data_ptr()
+            if lane.remainders:
+                recent.adopt(lane)
+            first, start, pages = len(fields), lane.position, lane.page_table.data_ptr()
             of_lane = (lane.index, recent.windows_address, pages, recent.address, first, start)
-            for position in range(start, start + count):
-                fields[row] = (tokens[row], position, *of_lane)
-                row += 1
+            fields += [(tokens[first + i], start + i, *of_lane) for i in range(count)]
+        made.meta[:] = fields
 
     def _prepare(self, model: "DeepseekV41", rows: int) -> Prepared:
         from kernels.router_triton import Routed  # a compiler, which a CPU need not have
