@@ -76,10 +76,11 @@ def decode(capability: int) -> dict[str, float]:
     """Of the two kernels of a decode step, at the shapes of DeepSeek-V4.1-Flash."""
     fixed = {"PICKS": 64, "M": 8, "WHOLE": True, "ASM": True, "CHAINED": capability >= 90}
     gate_up, down, rows = experts_triton.GATE_UP, experts_triton.DOWN, experts_triton.DOWN_ROWS
-    first = compiled(experts_triton._gate_up, 32, "fp16", capability, STAGES=3, **gate_up, **fixed)
+    warps = experts_triton._warps(fixed["M"])
+    first = compiled(experts_triton._gate_up, 32, "fp16", capability, STAGES=3, num_warps=warps, **gate_up, **fixed)
     second = compiled(experts_triton._down, rows, "fp16", capability, ROWS=rows, **down, **fixed)
     return {
-        "gate_up": a_weight(64, gate_up["BLOCK"], gate_up["num_warps"], loop(listing(first))),
+        "gate_up": a_weight(64, gate_up["BLOCK"], warps, loop(listing(first))),
         "down": a_weight(rows, down["BLOCK"], down["num_warps"], loop(listing(second))),
     }
 

@@ -289,9 +289,15 @@ def _sum(parts, picks, out, outer, TOP_K: tl.constexpr, SIZE: tl.constexpr, CHAI
 
 
 # Both keep a block of threads within 38 KB of shared memory and 130 registers: what any device since sm_80 has.
-GATE_UP = {"BLOCK": 256, "num_warps": 4}
+GATE_UP = {"BLOCK": 256}
 DOWN = {"BLOCK": 128, "STAGES": 3, "num_warps": 2}
 DOWN_ROWS = 64  # where the width allows
+
+
+def _warps(columns: int) -> int:
+    """Of `_gate_up`. Four warps and 16 columns are what `wgmma` asks for, and Triton then takes it. It sums otherwise:
+    a row's bits would depend on its company. And it wants the activations laid out anew."""
+    return 4 if columns < 16 else 2
 
 
 def _stages(picks: int, tiles: int, device: torch.device) -> int:
@@ -377,7 +383,7 @@ def pick_outputs(
     _gate_up[(n // 32, count)](
         _paired(slots, record, w1, 32, block), slots, record.slot_bytes, table, weights, ordered, factors, hidden,
         top_k, limit, x_width // block, d // 32, s1.offset, s3.offset, x_width, hidden_width, WHOLE=d % block == 0,
-        STAGES=_stages(count, n // 32, x.device), **shape, **GATE_UP, **launch,
+        STAGES=_stages(count, n // 32, x.device), num_warps=_warps(m), **shape, **GATE_UP, **launch,
     )  # fmt: skip
     block, rows = DOWN["BLOCK"], DOWN_ROWS if d % DOWN_ROWS == 0 else 32  # a width is a multiple of 32
     _down[(d // rows, count)](

@@ -40,6 +40,19 @@ def test_a_pipeline_is_as_deep_as_leaves_all_blocks_a_place(monkeypatch):
     assert experts_triton._stages(6, 36, torch.device("cpu")) == 3
 
 
+def test_sixteen_columns_are_not_given_to_the_unit_that_sums_otherwise():
+    """Of the machine code, which needs no GPU."""
+    from bench.instructions import compiled, listing
+    from kernels import experts_triton
+
+    for columns in (8, 16):
+        fixed = {"PICKS": 64, "M": columns, "WHOLE": True, "ASM": True, "CHAINED": True, "STAGES": 3}
+        warps = experts_triton._warps(columns)
+        code = listing(compiled(experts_triton._gate_up, 32, "fp16", 90, warps, **experts_triton.GATE_UP, **fixed))
+        assert any(line.startswith("HMMA") for line in code)
+        assert not any("GMMA" in line for line in code)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_the_reference_at_the_sizes_of_the_large_model():
     assert run("cuda").endswith("ok\n")
