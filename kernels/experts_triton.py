@@ -300,11 +300,11 @@ def _warps(columns: int) -> int:
     return 4 if columns < 16 else 2
 
 
-def _stages(picks: int, tiles: int, device: torch.device) -> int:
+def _stages(picks: int, columns: int, tiles: int, device: torch.device) -> int:
     """Of `_gate_up`'s pipeline; no bit depends on it. With three, six blocks of threads find room in a multiprocessor
     of sm_90; with four only five, each with more on its way, which is better (`docs/results.md`) unless three take all
     blocks at once and four do not. About six of ten picks want an expert that no other pick wants."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or columns >= 16:
         return 3
     of_each = 0.6 * picks * tiles / torch.cuda.get_device_properties(device).multi_processor_count
     return 3 if 5 < of_each <= 6 else 4
@@ -383,7 +383,7 @@ def pick_outputs(
     _gate_up[(n // 32, count)](
         _paired(slots, record, w1, 32, block), slots, record.slot_bytes, table, weights, ordered, factors, hidden,
         top_k, limit, x_width // block, d // 32, s1.offset, s3.offset, x_width, hidden_width, WHOLE=d % block == 0,
-        STAGES=_stages(count, n // 32, x.device), num_warps=_warps(m), **shape, **GATE_UP, **launch,
+        STAGES=_stages(count, m, n // 32, x.device), num_warps=_warps(m), **shape, **GATE_UP, **launch,
     )  # fmt: skip
     block, rows = DOWN["BLOCK"], DOWN_ROWS if d % DOWN_ROWS == 0 else 32  # a width is a multiple of 32
     _down[(d // rows, count)](
