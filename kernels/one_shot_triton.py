@@ -32,7 +32,7 @@ FLAG_BYTES = 8 * MOST_RANKS * PROGRAMS  # int64 [rank that tells, program]
 REGION_BYTES = FLAG_BYTES + 2 * LARGEST_BYTES
 OWN_WORDS = PROGRAMS + 1  # int64: the programs' epochs, and whether a wait was given up
 
-ADDED, STACKED, SIDE_BY_SIDE = 0, 1, 2
+ADDED, STACKED = 0, 1
 
 _PROGRAMS: tl.constexpr = tl.constexpr(PROGRAMS)
 _FLAG_BYTES: tl.constexpr = tl.constexpr(FLAG_BYTES)
@@ -40,7 +40,6 @@ _HALF_BYTES: tl.constexpr = tl.constexpr(LARGEST_BYTES)
 _SLAB: tl.constexpr = tl.constexpr(BLOCK * BLOCKS)
 _POLLS: tl.constexpr = tl.constexpr(256)  # between two looks at the clock
 _ADDED: tl.constexpr = tl.constexpr(ADDED)
-_STACKED: tl.constexpr = tl.constexpr(STACKED)
 
 
 @triton.jit
@@ -69,14 +68,13 @@ def _await(flag, epoch, peer, given_up, word, patience):
         tl.store(word, over)
 
 
-@triton.jit(do_not_specialize=["width", "patience"])
+@triton.jit(do_not_specialize=["patience"])
 def _one_shot(
-    part, out, regions, own, words, width, patience,
+    part, out, regions, own, words, patience,
     RANK: tl.constexpr, RANKS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """part [words] of four bytes; regions int64 [RANKS + 1]: where each rank's region lies for this one, and the word
-    that the host sees; own int64 [OWN_WORDS]. out: [words] for ADDED, [RANKS, words] for STACKED, [rows, RANKS * width]
-    for SIDE_BY_SIDE."""
+    that the host sees; own int64 [OWN_WORDS]. out: [words] for ADDED, [RANKS, words] for STACKED."""
     program = tl.program_id(0)
     number = tl.pointer_type(tl.int64)
     kind = tl.pointer_type(part.dtype.element_ty)
@@ -116,10 +114,8 @@ def _one_shot(
                 value = tl.load(there + place + each, mask=known, cache_modifier=".cg")
             if KIND == _ADDED:
                 total = value if rank == 0 else total + value
-            elif KIND == _STACKED:
-                tl.store(out + rank * words + at, value, mask=known)
             else:
-                tl.store(out + at // width * (RANKS * width) + rank * width + at % width, value, mask=known)
+                tl.store(out + rank * words + at, value, mask=known)
         if KIND == _ADDED:
             tl.store(out + at, total, mask=known)
         place += BLOCK
@@ -128,18 +124,13 @@ def _one_shot(
 
 def one_shot(part: Tensor, regions: Tensor, own: Tensor, rank: int, ranks: int, kind: int, patience: int) -> Tensor:
     """part: contiguous, of four-byte numbers, fp32 to be ADDED, LARGEST_BYTES at most -> their sum in the order of the
-    ranks; [ranks, ...]; or [..., ranks * n]. All ranks call alike, one call after the other. `regions`, `own`,
+    ranks, or [ranks, ...]. All ranks call alike, one call after the other. `regions`, `own`,
     `patience`: `_one_shot`."""
-    if kind == ADDED:
-        out = torch.empty_like(part)
-    elif kind == STACKED:
-        out = part.new_empty(ranks, *part.shape)
-    else:
-        out = part.new_empty(*part.shape[:-1], ranks * part.shape[-1])
+    out = torch.empty_like(part) if kind == ADDED else part.new_empty(ranks, *part.shape)
     words = part.numel()
     grid = (min(PROGRAMS, triton.cdiv(words, BLOCK)),)
     _one_shot[grid](
-        part, out, regions, own, words, part.shape[-1], patience, RANK=rank, RANKS=ranks, KIND=kind, BLOCK=BLOCK,
+        part, out, regions, own, words, patience, RANK=rank, RANKS=ranks, KIND=kind, BLOCK=BLOCK,
         num_warps=8, **chain(part.device),
     )  # fmt: skip
     return out

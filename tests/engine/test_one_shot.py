@@ -7,7 +7,7 @@ import torch
 from engine_fakes import executor
 from torch.distributed import HashStore
 
-from kernels.one_shot_triton import ADDED, LARGEST_BYTES, MOST_RANKS, SIDE_BY_SIDE, STACKED
+from kernels.one_shot_triton import ADDED, LARGEST_BYTES, MOST_RANKS, STACKED
 from tests.control.conftest import make_settings
 from tided.control.messages import Step
 from tided.engine import dataplane, link_probe, one_shot, peer_memory
@@ -104,13 +104,13 @@ def test_a_group_gives_small_parts_away_and_says_how_they_are_joined(group):
     small, large = torch.ones(1, 4), torch.ones(2, 4)
     for work in (group.sum, group.gather, group.concat):
         work(small)
-    assert group.one_shot.asked == [ADDED, STACKED, SIDE_BY_SIDE]
-    assert group._group.asked == 0
+    assert group.one_shot.asked == [ADDED, STACKED]
+    assert group._group.asked == 1, "columns are NCCL's"
     assert torch.equal(group.sum(large), 2 * large)
-    assert group._group.asked == 1
+    assert group._group.asked == 2
     with group.by_library():
         assert torch.equal(group.sum(small), 2 * small)
-    assert (len(group.one_shot.asked), group._group.asked, group.calls) == (3, 2, 5)
+    assert (len(group.one_shot.asked), group._group.asked, group.calls) == (2, 3, 5)
 
 
 def test_a_start_measures_both_ways(group):

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from kernels.one_shot_triton import ADDED, BLOCK, REGION_BYTES, SIDE_BY_SIDE, STACKED
+from kernels.one_shot_triton import ADDED, BLOCK, REGION_BYTES, STACKED
 from tided.engine.dataplane import TorchGroup
 from tided.engine.link_probe import measure
 from tided.engine.local_ranks import free_port
@@ -28,7 +28,7 @@ from tided.engine.one_shot import OneShot, opened
 from tided.errors import PairError
 from tided.settings import Cache, Engine, Experts, Model, Parallel, Settings
 
-KINDS = (ADDED, STACKED, SIDE_BY_SIDE)
+KINDS = (ADDED, STACKED)
 FEW = ((1, 7), (5, 300), (1, 3 * BLOCK + 1))
 MANY = (*FEW, (3, 5), (2, BLOCK), (1, 5120), (6, 5120), (16, 5120), (129, BLOCK), (16, 64640), (1024, 1024))
 WAIT_S = 60.0
@@ -43,8 +43,6 @@ def awkward(rank, shape, seed):
 def joined(parts, kind):
     if kind == STACKED:
         return torch.stack(parts)
-    if kind == SIDE_BY_SIDE:
-        return torch.cat(parts, -1)
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -66,7 +64,7 @@ def equals_torch(one, shapes, device, rounds):
                 assert same_bits(one(mine, kind), joined(parts, kind)), (one.rank, seed, shape, kind)
             assert same_bits(mine, parts[one.rank]), "what was given in is left alone"
         numbers = [torch.arange(12, dtype=torch.int32).view(3, 4) - 5 * rank for rank in range(one.ranks)]
-        assert same_bits(one(numbers[one.rank].to(device), SIDE_BY_SIDE), joined(numbers, SIDE_BY_SIDE))
+        assert same_bits(one(numbers[one.rank].to(device), STACKED), joined(numbers, STACKED))
     one.check()
 
 
@@ -147,7 +145,7 @@ def streams():
         assert [int(step.count) for step in steps] == [1000, 1000]
         assert [int(step.wrong) for step in steps] == [0, 0], shape
     print(f"replayed: {time.monotonic() - began_s:.1f} s", flush=True)
-    for kind, shape in ((STACKED, (1, 5120)), (STACKED, (6, 5120)), (ADDED, (16, 5120)), (SIDE_BY_SIDE, (6, 64640))):
+    for kind, shape in ((STACKED, (1, 5120)), (STACKED, (6, 5120)), (ADDED, (16, 5120))):
         print(f"kind {kind} of {list(shape)}: {launch_us(ones, sides, kind, shape):.2f} us", flush=True)
     late_s = missing(ones[0])
     print(f"a peer that does not come ends it after {late_s:.2f} s of 0.3", flush=True)

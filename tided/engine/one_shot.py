@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from kernels.one_shot_triton import ADDED, LARGEST_BYTES, OWN_WORDS, REGION_BYTES, SIDE_BY_SIDE, STACKED, one_shot
+from kernels.one_shot_triton import ADDED, LARGEST_BYTES, OWN_WORDS, REGION_BYTES, STACKED, one_shot
 from tided.engine import peer_memory
 from tided.errors import PairError, UnavailableError, told
 
-__all__ = ["ADDED", "LARGEST_BYTES", "SIDE_BY_SIDE", "STACKED", "OneShot", "opened"]
+__all__ = ["ADDED", "LARGEST_BYTES", "STACKED", "OneShot", "opened"]
 
 log = logging.getLogger("data plane")
 
