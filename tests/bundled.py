@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[1] / "minis"
 @dataclass(frozen=True)
 class Mini:
     """`experts`: how many there are; `most`: enough that little is substituted, `some`: two thirds, as the bundled
-    profile keeps, `few`: a third. `ranks`: numbers of them that can share it."""
+    profile keeps, `few`: a third, `least`: as many as a token wants. `ranks`: numbers of them that can share it."""
 
     name: str
     encode: Callable[[Conversation], Prompt]
@@ -24,6 +24,7 @@ class Mini:
     most: int
     some: int
     few: int
+    least: int
     ranks: tuple[int, ...]
 
     @property
@@ -52,6 +53,10 @@ def _tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.open(path)
 
 
-DEEPSEEK = Mini("deepseek", deepseek_v41.encode_prompt, ("<｜end▁of▁sentence｜>",), 480, 400, 312, 156, (2, 4))
-GLM = Mini("glm", glm53.encode_prompt, glm53.STOPS, 256, 214, 172, 84, (2,))
+DEEPSEEK = Mini("deepseek", deepseek_v41.encode_prompt, ("<｜end▁of▁sentence｜>",), 480, 400, 312, 156, 40, (2, 4))
+GLM = Mini("glm", glm53.encode_prompt, glm53.STOPS, 256, 214, 172, 84, 32, (2,))
 MINIS = (DEEPSEEK, GLM)
+
+
+def named(name: str) -> Mini:
+    return next(mini for mini in MINIS if mini.name == name)

@@ -1,4 +1,4 @@
-"""A prompt that begins like an earlier one, over HTTP, on two ranks, before and after a kill."""
+"""A prompt that begins like an earlier one, over HTTP, on two ranks of every bundled model, before and after a kill."""
 
 import asyncio
 import signal
@@ -6,15 +6,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.bundled import Mini
 from tests.daemon.helpers import Running, running
 from tests.e2e.conftest import answer, ask, mini, post
 
-LINES = "".join(f"Line {i}: the river carries {i * 7} barrels past the mill.\n" for i in range(24))
+LINES = "".join(f"Line {i}: the river carries {i * 7} barrels past the mill.\n" for i in range(17))
 CACHE = "park_tokens = 0\nprefix_disk_bytes = 50_000_000\nprefix_ram_bytes = {ram}\n[engine]"
 
 
-def profile(ram: int = 10_000_000) -> str:
-    return mini(resident=480).replace("[engine]", CACHE.format(ram=ram))
+def profile(model: Mini, ram: int = 10_000_000) -> str:
+    return mini(model, resident=model.experts).replace("[engine]", CACHE.format(ram=ram))
 
 
 def said(served: Running, end: str) -> tuple[str, dict[str, Any]]:
@@ -37,8 +38,8 @@ def written(state: Path, files: int) -> bool:
     return False
 
 
-def test_a_prefix_is_reused_and_outlives_a_kill(tmp_path):
-    with running(profile(), tmp_path) as served:
+def test_a_prefix_is_reused_and_outlives_a_kill(model, tmp_path):
+    with running(profile(model), tmp_path) as served:
         first, cold = said(served, "What is this about?")
         again, whole = said(served, "What is this about?")
         other, part = said(served, "How many barrels in line 9?")
@@ -47,12 +48,12 @@ def test_a_prefix_is_reused_and_outlives_a_kill(tmp_path):
         assert cached(part) >= 0.8
         assert again == first
         state = served.state_dir
-        assert written(state, 8)
+        assert written(state, 4)
         assert (state / "cache").stat().st_mode & 0o777 == 0o700
         assert "barrels" not in served.log(0) + served.log(1)
         served.kill(0, signal.SIGKILL)
         served.ended(30)
-    with running(profile(ram=0), tmp_path) as served:
+    with running(profile(model, ram=0), tmp_path) as served:
         after, usage = said(served, "How many barrels in line 9?")
         assert cached(usage) >= 0.8
         assert after == other

@@ -1,4 +1,5 @@
-"""C5 and C9 over HTTP, with the whole set resident so that nothing but the engine decides."""
+"""C5 and C9 over HTTP, with the whole set resident so that nothing but the engine decides, and drafts, of which each
+answer tells its steps, tokens a step and depths."""
 
 import asyncio
 import json
@@ -12,11 +13,13 @@ from tests.e2e.conftest import ROOT, answer, ask, chunks, mini, post
 
 pytestmark = pytest.mark.xdist_group("serving")
 QUESTION = "Tell me about Japan."
+DRAFTS = 3
 
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
-    with running(mini(model, resident=model.experts), tmp_path_factory.mktemp("whole")) as started:
+    drafted = mini(model, resident=model.experts, extra=f'draft = "{DRAFTS}"')
+    with running(drafted, tmp_path_factory.mktemp("whole")) as started:
         yield started
 
 
@@ -54,7 +57,41 @@ async def test_with_every_expert_resident_nothing_is_substituted(whole):
     assert reply["x_engine_stats"]["expert_misses"] == 0
 
 
+async def stats_of(pair, **fields):
+    status, reply = await post(pair.url, ask("What is 12 + 9? Answer step by step.", max_tokens=40, **fields))
+    assert status == 200, reply
+    return reply["x_engine_stats"]
+
+
+async def test_an_answer_tells_its_steps_tokens_a_step_and_depths(whole):
+    stats = await stats_of(whole)
+    depths = {int(depth): steps for depth, steps in stats["spec_depth"].items()}
+    assert stats["steps"] == sum(depths.values()) < stats["completion_tokens"] - 1
+    assert max(depths) == DRAFTS
+    assert stats["spec"]["drafted"] == sum(depth * steps for depth, steps in depths.items())
+    assert stats["spec"]["accepted"] == round(stats["accept_len_mean"] * stats["steps"]) - stats["steps"] > 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 0.5},
+        {"logit_bias": {"300": -5}},
+        {"logprobs": True},
+        {"response_format": {"type": "json_object"}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_what_hangs_on_the_token_before_is_not_drafted(whole, fields):
+    stats = await stats_of(whole, **fields)
+    assert stats["spec_depth"] == {"0": stats["completion_tokens"] - 1}
+    assert stats["accept_len_mean"] == 1
+    none = {"steps": 0, "drafted": 0, "accepted": 0, "accept_len_mean": 1, "depth_mean": 0}
+    assert stats["spec"] == none
+
+
 async def test_an_exact_answer_of_a_quarter_of_the_experts_is_that_of_all(model, whole, tmp_path):
+    """And one without drafts is that with them."""
     questions = [ask(QUESTION), ask("What is 12 + 30?", seed=5, temperature=0.8)]
     expected = [answer(await post(whole.url, body)) for body in questions]
     with running(mini(model, resident=model.experts // 4), tmp_path) as few:

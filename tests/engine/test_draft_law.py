@@ -1,4 +1,4 @@
-"""Drafted answers of the trained mini follow its own distribution: over thousands of seeds the tokens of a block come
+"""Drafted answers of a trained mini follow its own distribution: over thousands of seeds the tokens of a block come
 as often as undrafted decoding gives them, by chi-square against the probabilities themselves.
 
 What a block computes depends on its tokens alone, so each block is computed once, and only the draws are repeated.
@@ -8,13 +8,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from tided.chat.tokenizer import Tokenizer
+from tests.bundled import MINIS, Mini
 from tided.engine import drafting
 from tided.engine.build import build_rank, open_model
 from tided.engine.offline import first_pairs, settings_of
@@ -24,25 +23,24 @@ from tided.models.base import LaneState
 from tided.models.parallel import Alone
 from tided.settings import Cache, Engine, Experts
 
-MINI = Path(__file__).parents[2] / "minis" / "deepseek"
 DRAWS, LIKELIEST, DRAFTS = 2000, 5, 2
-TEXT = "Tom and his sister went to the park. They"
+TEXT = "Once upon a time there was a little girl. She"
 LAW = Sampling(temperature=1.0, top_k=LIKELIEST)
 
 
 class Blocks:
     """The model behind one prompt: what it says to a block of tokens, and what its drafter proposes."""
 
-    def __init__(self) -> None:
+    def __init__(self, mini: Mini) -> None:
         settings = replace(
-            settings_of(MINI),
-            experts=Experts(resident=480),
+            settings_of(mini.path),
+            experts=Experts(resident=mini.experts),
             cache=Cache(context_tokens=256, pool_tokens=256),
             engine=Engine(draft="5"),
         )
         opened = open_model(settings)
         self._model = build_rank(opened, Alone(), first_pairs(opened), lambda *_: None).model
-        ids = Tokenizer.open(MINI).encode_text(TEXT)
+        ids = mini.tokenizer.encode_text(TEXT)
         lane, self.anchor, self._tokens = self._model.open_lane(0), ids[-1], len(ids) - 1
         self._model.prefill(lane, torch.tensor(ids[:-1]), "none")
         self._parts, self._page = self._model.lane_parts(lane), self._model.page_parts(lane, 0, 1)
@@ -85,9 +83,9 @@ class Blocks:
         return drafts
 
 
-@pytest.fixture(scope="module")
-def blocks() -> Blocks:
-    return Blocks()
+@pytest.fixture(scope="module", params=MINIS, ids=str)
+def blocks(request) -> Blocks:
+    return Blocks(request.param)
 
 
 def probabilities(logits: torch.Tensor) -> dict[int, float]:

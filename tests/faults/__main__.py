@@ -1,7 +1,8 @@
-"""make faults: the mini pair is struck once for each seed, in every stage of its life, by everything that
+"""make faults: a pair of a bundled mini is struck once for each seed, in every stage of its life, by everything that
 `tests.faults.grid` knows; a cell of the table for each, in as many seeds as there are cells.
 
-    python -m tests.faults [--seeds 1-104] [--keep FILE] [--table docs/results.md] [--within 10] [--peer-timeout 4]
+    python -m tests.faults [--mini deepseek|glm] [--seeds 1-104] [--keep FILE] [--table docs/results.md] [--within 10]
+                           [--peer-timeout 4]
 
 A failed run is printed with its seed, which strikes alike. `--keep`: a line of JSON for each run; what is there already
 and was right is not run again. `--table` writes all of it. Exit code 0 when nothing was wrong.
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.bundled import DEEPSEEK, MINIS, Mini, named
 from tests.faults import link
 from tests.faults.clients import EXACT, asked
 from tests.faults.grid import CELLS, Case, Layout, case, numbers
@@ -27,6 +29,7 @@ from tests.soak.clients import Answer
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mini", choices=list(map(str, MINIS)), default=str(DEEPSEEK), help="the model that is served")
     parser.add_argument("--seeds", default=f"1-{len(CELLS)}", help="A, or A-B, or several with commas")
     parser.add_argument("--keep", type=Path, help="the file that outcomes are added to")
     parser.add_argument("--table", type=Path, help="the file whose part between the marks is written anew")
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file.write(kept(outcome))
 
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        bench = Bench(Path(folder), options.within, options.peer_timeout)
+        bench = Bench(Path(folder), named(options.mini), options.within, options.peer_timeout)
         bench.run([case(seed) for seed in numbers(options.seeds) if seed not in right], tell)
     outcomes = read_kept(options.keep) if options.keep else outcomes
     for outcome in outcomes:
@@ -68,14 +71,14 @@ def summary(outcomes: list[Outcome], skipped: dict[Layout, str]) -> str:
 class Bench:
     """The pairs, one of each layout, and the answers of a clean one. `skipped`: layouts that cannot be made here."""
 
-    def __init__(self, folder: Path, limit_s: float, peer_timeout_s: float) -> None:
-        self._folder, self._limit_s, self._peer_timeout_s = folder, limit_s, peer_timeout_s
-        self._packs = make_packs(folder / "packs")
+    def __init__(self, folder: Path, mini: Mini, limit_s: float, peer_timeout_s: float) -> None:
+        self._folder, self._mini, self._limit_s, self._peer_timeout_s = folder, mini, limit_s, peer_timeout_s
+        self._packs = make_packs(folder / "packs", mini)
         self.skipped: dict[Layout, str] = {}
         self._lives = 0
 
     def run(self, cases: list[Case], tell: Callable[[Outcome], None]) -> None:
-        with self._pair(Host, resident=480) as plain:
+        with self._pair(Host, resident=self._mini.experts) as plain:
             expected = clean(plain)
         for layout in dict.fromkeys(one.fault.layout for one in cases):
             kind: type[Pair] = Host if layout == "host" else Nodes
@@ -102,7 +105,7 @@ class Bench:
     @contextmanager
     def _pair(self, kind: type[Pair], **profile: object) -> Iterator[Pair]:
         self._lives += 1
-        pair = kind(self._folder / str(self._lives), self._packs, self._peer_timeout_s, **profile)
+        pair = kind(self._folder / str(self._lives), self._packs, self._peer_timeout_s, self._mini, **profile)
         try:
             yield pair
         finally:

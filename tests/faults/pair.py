@@ -1,4 +1,4 @@
-"""Two ranks of the bundled mini that can be struck: on one host, as `tidectl` starts them, or on two nodes with a link
+"""Two ranks of a bundled mini that can be struck: on one host, as `tidectl` starts them, or on two nodes with a link
 between them. One folder, life after life."""
 
 import http.client
@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 
-from tests.bundled import DEEPSEEK
+from tests.bundled import Mini
 from tests.control.conftest import free_ports
 from tests.faults import strike
 from tests.faults.link import Link
@@ -31,8 +31,8 @@ DISK_BYTES = 6_000_000
 DRAIN_S = 3
 PROFILE = """
 [model]
-path = "{path}"
-served_name = "mini-deepseek"
+path = "{mini.path}"
+served_name = "mini-{mini}"
 prefill_chunk_tokens = 64
 [experts]
 resident = {resident}
@@ -41,7 +41,7 @@ source = "pack"
 pack_dir = "{packs}"
 verify_reads = true
 [tide]
-seed = "{path}/demand-seed.json"
+seed = "{mini.path}/demand-seed.json"
 hot_ring_slots = 16
 [cache]
 context_tokens = 640
@@ -65,8 +65,8 @@ drain_s = {drain_s}
 """
 
 
-def make_packs(folder: Path) -> Path:
-    command = [sys.executable, "-m", "tidectl.main", "pack", "--checkpoint", str(DEEPSEEK.path), "--ranks", "2"]
+def make_packs(folder: Path, mini: Mini) -> Path:
+    command = [sys.executable, "-m", "tidectl.main", "pack", "--checkpoint", str(mini.path), "--ranks", "2"]
     subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True, timeout=300)
     return folder
 
@@ -74,15 +74,15 @@ def make_packs(folder: Path) -> Path:
 class Pair(ABC):
     """`reaction_s`: the silence after which a peer is dead."""
 
-    def __init__(self, folder: Path, packs: Path, peer_timeout_s: float, **profile: object) -> None:
+    def __init__(self, folder: Path, packs: Path, peer_timeout_s: float, mini: Mini, **profile: object) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
         self.tmp = folder / "tmp"
         self.tmp.mkdir(parents=True)
         first = free_ports(4)
         self.url = f"http://127.0.0.1:{first + 3}"
         self.profile = folder / "profile.toml"
-        text = {"port": first, "data_port": first + 2, "http_port": first + 3, "path": DEEPSEEK.path, "parallel": ""}
-        text |= {"packs": packs, "disk_bytes": DISK_BYTES, "resident": 200, "drain_s": DRAIN_S}
+        text = {"port": first, "data_port": first + 2, "http_port": first + 3, "mini": mini, "parallel": ""}
+        text |= {"packs": packs, "disk_bytes": DISK_BYTES, "resident": mini.experts * 5 // 12, "drain_s": DRAIN_S}
         self.profile.write_text(PROFILE.format(**text | {"peer_timeout_s": peer_timeout_s} | profile))
         self.environment = dict(os.environ) | {MARK: self.mark, "TMPDIR": str(self.tmp), "OMP_NUM_THREADS": "1"}
         self.environment["MALLOC_ARENA_MAX"] = "1"  # else each thread has memory in reserve that no balloon reaches
@@ -174,8 +174,8 @@ class Pair(ABC):
 class Host(Pair):
     """`own_disk`: the state directory is a small disk of its own, where this process may make one."""
 
-    def __init__(self, folder: Path, packs: Path, peer_timeout_s: float, **profile: object) -> None:
-        super().__init__(folder, packs, peer_timeout_s, **profile)
+    def __init__(self, folder: Path, packs: Path, peer_timeout_s: float, mini: Mini, **profile: object) -> None:
+        super().__init__(folder, packs, peer_timeout_s, mini, **profile)
         self._state = folder / "state"
         self._state.mkdir(mode=0o700)
         mounted = subprocess.run(
@@ -234,10 +234,10 @@ class Host(Pair):
 class Nodes(Pair):
     """Each rank is a process of its own, with a state directory of its own, and nobody watches over both."""
 
-    def __init__(self, folder: Path, packs: Path, peer_timeout_s: float, **profile: object) -> None:
+    def __init__(self, folder: Path, packs: Path, peer_timeout_s: float, mini: Mini, **profile: object) -> None:
         self.link = Link()
         hosts = f'hosts = ["{self.link.here}", "{self.link.there}"]\nkey_file = "{folder}/curve.key"'
-        super().__init__(folder, packs, peer_timeout_s, parallel=hosts, **profile)
+        super().__init__(folder, packs, peer_timeout_s, mini, parallel=hosts, **profile)
         load_keys(folder / "curve.key", create=True)
         self._ranks: list[subprocess.Popen[bytes]] = []
         for rank in (0, 1):

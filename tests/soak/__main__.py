@@ -1,7 +1,7 @@
-"""make soak: 500 requests a seed against the mini on two ranks (`tests.soak.soak`), then as many of the first seed with
-moving residents.
+"""make soak: 500 requests a seed against each bundled mini on two ranks (`tests.soak.soak`), then as many of the first
+seed with moving residents.
 
-    python -m tests.soak [--requests N] [--seeds 1,2] [--set both|whole|moving] [--clients N]
+    python -m tests.soak [--mini all|deepseek|glm] [--requests N] [--seeds 1,2] [--set both|whole|moving] [--clients N]
 
 Exit code 0 when nothing was wrong; the last lines say what happened, one a run.
 """
@@ -12,11 +12,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.bundled import MINIS, Mini, named
 from tests.soak.soak import Set, Size, Verdict, soak
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mini", choices=["all", *map(str, MINIS)], default="all", help="the model that is served")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--seeds", default="1,2", help="one run each")
     parser.add_argument("--set", choices=["both", "whole", "moving"], default="both", help="which experts are resident")
@@ -24,10 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     size = Size(requests=options.requests, clients=options.clients)
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    verdicts = [run(seed, which, size) for seed, which in runs(seeds, options.set)]
+    minis = MINIS if options.mini == "all" else (named(options.mini),)
+    verdicts = [run(mini, seed, which, size) for mini in minis for seed, which in runs(seeds, options.set)]
     for verdict in verdicts:
         for fault in verdict.faults:
-            print(f"seed {verdict.seed}: {fault[:500]}")
+            print(f"{verdict.mini}, seed {verdict.seed}: {fault[:500]}")
     print("\n".join(verdict.line for verdict in verdicts))
     return int(any(verdict.faults for verdict in verdicts))
 
@@ -39,9 +42,9 @@ def runs(seeds: Sequence[int], which: str) -> list[tuple[int, Set]]:
     return whole + (moving if which != "whole" else [])
 
 
-def run(seed: int, which: Set, size: Size) -> Verdict:
+def run(mini: Mini, seed: int, which: Set, size: Size) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        return soak(seed, which, size, Path(folder), lambda text: print(text, file=sys.stderr, flush=True))
+        return soak(mini, seed, which, size, Path(folder), lambda text: print(text, file=sys.stderr, flush=True))
 
 
 if __name__ == "__main__":

@@ -14,46 +14,49 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tests.bundled import Mini
 from tests.daemon.helpers import Running, running
 from tests.soak import watch
 from tests.soak.bodies import Visit, distinct, traffic
 from tests.soak.clients import Answer, Tally, at_once, one_by_one
 
-ROOT = Path(__file__).parents[2]
-ALL = 480
 RAM_BYTES, DISK_BYTES = 2_000_000, 6_000_000
 PEER_TIMEOUT_S = 30  # a machine that others use as well is slow, and not dead
 WARM_SHARE = 0.4  # of the traffic; by then caches are full and all paths were taken
 Set = Literal["whole", "moving"]
 Tell = Callable[[str], None]
 
-PROFILE = f"""
+PROFILE = """
 [model]
-path = "{ROOT}/minis/deepseek"
-served_name = "mini-deepseek"
+path = "{mini.path}"
+served_name = "mini-{mini}"
 prefill_chunk_tokens = 64
 [experts]
-resident = {{resident}}
+resident = {resident}
 spare_slots = 8
 [tide]
-seed = "{ROOT}/minis/deepseek/demand-seed.json"
-hot_ring_slots = {{ring}}
+seed = "{mini.path}/demand-seed.json"
+hot_ring_slots = {ring}
 [cache]
 context_tokens = 640
-{{cache}}
+{cache}
 [engine]
 guard_every_steps = 16
-{{engine}}
+{engine}
 """
-PLAIN = PROFILE.format(
-    resident=ALL, ring=0, cache="pool_tokens = 640\npark_tokens = 0", engine='lanes = 1\ndraft = "off"'
-)
 CACHES = f"pool_tokens = 640\nprefix_ram_bytes = {RAM_BYTES}\nprefix_disk_bytes = {DISK_BYTES}"
-FULL = 'lanes = 2\ndraft = "acceptance"'
-PROFILES = {
-    "whole": PROFILE.format(resident=ALL, ring=0, cache=CACHES, engine=FULL),
-    "moving": PROFILE.format(resident=312, ring=24, cache=CACHES, engine=FULL),
-}
+
+
+def plain(mini: Mini) -> str:
+    cache, engine = "pool_tokens = 640\npark_tokens = 0", 'lanes = 1\ndraft = "off"'
+    return PROFILE.format(mini=mini, resident=mini.experts, ring=0, cache=cache, engine=engine)
+
+
+def full(mini: Mini, which: Set) -> str:
+    resident, ring = (mini.experts, 0) if which == "whole" else (mini.some, 24)
+    return PROFILE.format(
+        mini=mini, resident=resident, ring=ring, cache=CACHES, engine='lanes = 2\ndraft = "acceptance"'
+    )
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Size:
 
 @dataclass
 class Verdict:
+    mini: Mini
     seed: int
     set: Set
     tally: Tally
@@ -78,23 +82,23 @@ class Verdict:
     def line(self) -> str:
         counts, tally = self.tally.counts, self.tally
         return (
-            f"seed {self.seed}, {self.set}: {tally.done} requests in {self.seconds:.0f} s, {tally.compared} compared, "
+            f"{self.mini}, seed {self.seed}, {self.set}: {tally.done} requests in {self.seconds:.0f} s, {tally.compared} compared, "
             f"{tally.hung_up} hung up, {counts['parked']} parked, {counts['accepted']} drafts right, "
             f"{counts['cached']} tokens from caches, {counts['swaps']} experts swapped: "
             + ("nothing wrong" if not self.faults else f"{len(self.faults)} WRONG")
         )
 
 
-def soak(seed: int, which: Set, size: Size, folder: Path, tell: Tell) -> Verdict:
+def soak(mini: Mini, seed: int, which: Set, size: Size, folder: Path, tell: Tell) -> Verdict:
     asks = distinct(seed, size.distinct, 0.0 if which == "whole" else 0.5)
     visits = traffic(seed, asks, size.requests, size.cancel_share)
     met = {visit.ask.name for visit in visits if visit.ask.compared}
     alone = [ask for ask in asks if ask.name in met]
-    with running(PLAIN, _made(folder / "plain"), peer_timeout_s=PEER_TIMEOUT_S) as pair:
-        tell(f"seed {seed}, {which}: {len(alone)} different requests one by one, on a plain pair")
+    with running(plain(mini), _made(folder / "plain"), peer_timeout_s=PEER_TIMEOUT_S) as pair:
+        tell(f"{mini}, seed {seed}, {which}: {len(alone)} different requests one by one, on a plain pair")
         expected = asyncio.run(one_by_one(pair.url, alone, lambda number: None))
-    with running(PROFILES[which], _made(folder / "soaked"), peer_timeout_s=PEER_TIMEOUT_S) as pair:
-        return _soaked(pair, Verdict(seed, which, Tally()), visits, expected, size, tell)
+    with running(full(mini, which), _made(folder / "soaked"), peer_timeout_s=PEER_TIMEOUT_S) as pair:
+        return _soaked(pair, Verdict(mini, seed, which, Tally()), visits, expected, size, tell)
 
 
 def _made(folder: Path) -> Path:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.bundled import MINIS
 from tests.soak import __main__ as command
 from tests.soak import watch
 from tests.soak.bodies import Ask, Visit, distinct, traffic
@@ -12,15 +13,19 @@ from tests.soak.soak import Size, Verdict, soak
 from tests.soak.watch import Held
 
 
+FEW = Size(requests=16, distinct=8, cancel_share=0.3)
+
+
 @pytest.mark.xdist_group("soak")
 @pytest.mark.timeout(600)  # of a machine that others use as well
-def test_thirty_requests(tmp_path):
+@pytest.mark.parametrize("mini", MINIS, ids=str)
+def test_a_few_requests(mini, tmp_path):
     said: list[str] = []
-    verdict = soak(1, "whole", Size(requests=30, distinct=10), tmp_path, said.append)
+    verdict = soak(mini, 1, "whole", FEW, tmp_path, said.append)
     assert verdict.faults == [], verdict.line
-    assert verdict.tally.done == 30
+    assert verdict.tally.done == FEW.requests
     assert "nothing wrong" in verdict.line
-    assert any(line.startswith("25/30") for line in said)
+    assert sum(line.startswith("at rest") for line in said) == 2
 
 
 @pytest.mark.parametrize(
@@ -32,15 +37,19 @@ def test_thirty_requests(tmp_path):
         (["--set", "moving"], [(1, "moving"), (2, "moving")]),
     ],
 )
+@pytest.mark.parametrize("name", ["all", *map(str, MINIS)])
 @pytest.mark.parametrize("wrong", ["", "whole", "moving"])
-def test_the_command_soaks_both_sets_and_fails_where_any_was_wrong(monkeypatch, capsys, arguments, ran, wrong):
-    def soaked(seed, which, size, folder, tell):
-        return Verdict(seed, which, Tally(), faults=["an answer differs"] if which == wrong else [])
+def test_the_command_soaks_both_sets_and_fails_where_any_was_wrong(monkeypatch, capsys, arguments, ran, name, wrong):
+    def soaked(mini, seed, which, size, folder, tell):
+        wrong_one = which == wrong and mini is minis[-1]
+        return Verdict(mini, seed, which, Tally(), faults=["an answer differs"] if wrong_one else [])
 
+    minis = [mini for mini in MINIS if name in ("all", mini.name)]
     monkeypatch.setattr(command, "soak", soaked)
-    assert command.main(arguments) == int(wrong in [which for _, which in ran])
+    assert command.main([*arguments, "--mini", name]) == int(wrong in [which for _, which in ran])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines[-len(ran) :]] == [f"seed {seed}, {which}" for seed, which in ran]
+    told = [f"{mini}, seed {seed}, {which}" for mini in minis for seed, which in ran]
+    assert [line.split(":")[0] for line in lines[-len(told) :]] == told
 
 
 def test_traffic_repeats_and_has_every_kind():
