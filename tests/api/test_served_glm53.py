@@ -74,6 +74,19 @@ async def test_a_thinking_answer_of_a_chat(server, engine, glm):
     assert reply["x_engine_stats"]["notes"] == []
 
 
+@pytest.mark.parametrize("stop", STOPS)
+async def test_with_ignore_eos_an_answer_goes_on_behind_a_token_that_would_end_it(server, engine, stop):
+    engine.script("One", stop, " two", stop, ".")
+    status, reply = await server.ask(said("hi", ignore_eos=True, enable_thinking=False))
+    assert status == 200
+    assert engine.request.stop_ids == ()
+    (choice,) = reply["choices"]
+    assert choice["message"]["content"] == "One two."
+    engine.script("One", stop, " two")
+    _, reply = await server.ask(said("hi", enable_thinking=False))
+    assert reply["choices"][0]["message"]["content"] == "One"
+
+
 @pytest.mark.parametrize("piece", [1, 3, 1000])
 async def test_calls_of_a_chat_have_the_types_of_their_schema(server, engine, piece):
     ids = engine.ids("plan</think>Look:" + CALL + "<tool_call>list_ports</tool_call>")

@@ -34,7 +34,12 @@ class AnswerReader:
         self.tokens = self.reasoning_tokens = 0
         self._last = chat.show_stop  # the stop string is to come yet
         self.mute = chat.max_tokens == 0  # the prompt alone is asked about
-        self._marks = {tokenizer.special_id(spelling): private for spelling, private in family.marks.items()}
+        unread = family.stop_tokens if chat.ignore_eos else ()  # then they are special tokens like others: no text
+        self._marks = {
+            tokenizer.special_id(spelling): private
+            for spelling, private in family.marks.items()
+            if spelling not in unread
+        }
         self._decoder = tokenizer.decoder(self._marks)
         self._end_think = tokenizer.special_id(family.end_think)
 
