@@ -62,14 +62,16 @@ test-systemd: setup ## an installation, and units that really start, hang, die a
 fuzz: setup ## 10,000 requests made from our own document, 2,000 beside it, 20,000 damaged files, messages and answers: never a fault or a hang
 	TIDE_FUZZ_EXAMPLES=650 $(BIN)/pytest -n auto tests/api/test_document_fuzz.py tests/api/test_openai_fuzz.py tests/fuzz
 
-soak: setup ## 500 mixed requests a run over HTTP against the mini, all experts resident and then moving ones; nothing leaks
+soak: setup ## 500 mixed requests a run over HTTP against each mini, all experts resident and then moving ones; nothing leaks
 	$(BIN)/python -m tests.soak
 
-faults: setup ## a simulated pair 1,000 times, the mini pair at every stage of its life, each struck as its seed says; the table in docs/results.md
+faults: setup ## a simulated pair 1,000 times, a pair of each mini at every stage of its life, each struck as its seed says; DeepSeek's is the table in docs/results.md
 	$(BIN)/pytest -m faults
 	$(BIN)/python -m tests.faults.simulated --receipt docs/receipts/faults-simulated.txt
 	rm -f docs/receipts/faults.jsonl
 	$(BIN)/python -m tests.faults --keep docs/receipts/faults.jsonl --table docs/results.md
+	$(BIN)/python -m tests.faults.simulated --mini glm
+	$(BIN)/python -m tests.faults --mini glm
 
 bench: setup ## where a decode step of the mini model spends its time, on two ranks
 	$(BIN)/python bench/decode_step.py profiles/mini-deepseek.toml

@@ -1,5 +1,5 @@
-"""C10: a rank of any bundled model that dies or hangs while an answer streams. Named for what users saw elsewhere: a pair that hangs until a
-timeout of many minutes, a dead worker that stalls the head for ever."""
+"""C10: a rank of any bundled model that dies or hangs while an answer streams. Named for what users saw elsewhere: a
+pair that hangs until a timeout of many minutes, a dead worker that stalls the head for ever."""
 
 import asyncio
 import json

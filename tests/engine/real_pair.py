@@ -1,44 +1,121 @@
-"""The golden checkpoint behind the real engine: one rank, or two as threads of this process."""
+"""The random checkpoint of a family behind the real engine: one rank, or two as threads of this process."""
 
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from engine_fakes import Wire, tokens_of
 from integrity import at_rest
 from msgspec.structs import replace
 
+from tests import bundled
+from tests.bundled import DEEPSEEK, Mini
 from tided.control.lockstep import Solo
 from tided.engine.build import OpenedModel, build_rank, draft_depths, open_model, scheduler_limits
 from tided.engine.core import FollowerEngine
 from tided.engine.leader import LeaderEngine
 from tided.engine.offline import first_pairs, settings_of
 from tided.engine.scheduler import Scheduler
-from tided.engine.types import Failed, Finished, Tokens
+from tided.engine.types import Failed, Finished, Request, Sampling, Tokens
 from tided.models.parallel import Alone
-from tided.settings import Cache, Engine, Experts, Parallel
+from tided.settings import Cache, Engine, Experts, Parallel, Tide
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "deepseek-v41"
-GLM = GOLDEN.parent / "glm53"
+GOLDEN, GLM = (mini.random.path for mini in bundled.MINIS)
 EXL3 = GOLDEN.parent / "exl3-checkpoint"
 
 
 def opened(
-    ranks: int = 1, resident: int = 80, numerics: str = "fp32", lanes: int = 2, path: Path = GOLDEN, **engine
+    ranks: int = 1,
+    resident: int = 0,
+    numerics: str = "fp32",
+    lanes: int = 2,
+    of: Mini = DEEPSEEK,
+    path: Path | None = None,
+    **engine,
 ) -> OpenedModel:
-    settings = settings_of(path)
+    """The random model of a family. `path`: another checkpoint. `resident` 0: every expert of the former."""
+    settings = settings_of(path or of.random.path)
     return open_model(
         replace(
             settings,
             model=replace(settings.model, numerics=numerics, prefill_chunk_tokens=16),
-            experts=Experts(resident=resident, spare_slots=3),
+            experts=Experts(resident=resident or of.random.experts, spare_slots=3),
             cache=Cache(context_tokens=256, pool_tokens=512),
             engine=Engine(lanes=lanes, guard_every_steps=4, **engine),
             parallel=Parallel(ranks=ranks),
         )
     )
+
+
+def with_tide(model: OpenedModel, **tide) -> OpenedModel:
+    return open_model(replace(model.settings, tide=Tide(**tide)))
+
+
+def ask(name: str, prompt: list[int], answer: int = 12, fidelity: str = "fast", **sampling) -> Request:
+    return Request(
+        request_id=name,
+        prompt_ids=prompt,
+        sampling=Sampling(**{"temperature": 0.0} | sampling),
+        max_tokens=answer,
+        stop_ids=(),
+        fidelity=fidelity,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A family's contexts as they can be kept, by so many ranks."""
+
+    mini: Mini
+    ranks: int = 1
+    replay: str = "full"
+    cache: dict[str, Any] = field(default_factory=dict)
+
+    def model(
+        self,
+        resident: int = 0,
+        numerics: str = "native",
+        lanes: int = 2,
+        chunk: int = 16,
+        draft: str = "off",
+        tide: dict[str, Any] | None = None,
+        **cache,
+    ) -> OpenedModel:
+        """Prompts need not wait for answers, so that which tokens meet in the pool does not depend on a clock."""
+        settings = opened(self.ranks, resident, numerics, lanes, self.mini, prefill_share=0.99, draft=draft).settings
+        return open_model(
+            replace(
+                settings,
+                model=replace(settings.model, decoder_replay=self.replay, prefill_chunk_tokens=chunk),
+                tide=Tide(**tide or {}),
+                cache=Cache(**{"context_tokens": 400, "pool_tokens": 512} | self.cache | cache),
+            )
+        )
+
+
+FORMS = {
+    "deepseek": Form(DEEPSEEK),
+    "deepseek, two ranks": Form(DEEPSEEK, 2),
+    "deepseek, bounded": Form(DEEPSEEK, replay="bounded"),
+    "deepseek, bounded, two ranks": Form(DEEPSEEK, 2, "bounded"),
+    "glm": Form(bundled.GLM),
+    "glm, two ranks": Form(bundled.GLM, 2),
+    "glm, fp8": Form(bundled.GLM, cache={"dtype": "fp8"}),
+    "glm, split": Form(bundled.GLM, 2, cache={"split": True}),
+    "glm, fp8, split": Form(bundled.GLM, 2, cache={"dtype": "fp8", "split": True}),
+}
+
+
+def forms(*left_out: str):
+    """A mark: the test runs on each but these."""
+    assert set(left_out) <= FORMS.keys()
+    kept = {name: form for name, form in FORMS.items() if name not in left_out}
+    return pytest.mark.parametrize("form", kept.values(), ids=kept.keys())
 
 
 class ThreadGroup:

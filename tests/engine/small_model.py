@@ -1,6 +1,7 @@
-"""A model of four layers with random weights, in pages of 16 tokens: a step takes milliseconds, and a prompt of a few
-dozen tokens crosses pages, windows and chunks."""
+"""Models of four layers of experts with random weights, one of each family, in pages of 16 tokens: a step takes
+milliseconds, and a prompt of a few dozen tokens crosses pages, windows and chunks."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,22 +12,47 @@ import tided.engine.build
 import tided.models.deepseek_v41.load
 import tided.models.glm53.load
 import tided.models.paged
+from tests.bundled import DEEPSEEK, GLM, Mini
 from tests.models.random_checkpoint import golden_config, write_checkpoint
 from tided.engine.build import OpenedModel, open_model
 from tided.engine.offline import settings_of
 from tided.settings import Cache, Engine, Experts, Parallel, Tide
 
-LAYERS, EXPERTS, TOP_K = 4, 6, 2
 PAGE, CHUNK, WINDOW, CONTEXT = 16, 8, 8, 112
 IDS = 400  # tokens of prompts: below the special ones
 
 
-def write_small(path: Path) -> Path:
+@dataclass(frozen=True)
+class Small:
+    """`experts` of each layer, `few` of all: more than a token wants."""
+
+    path: Path
+    layers: int
+    experts: int
+    top_k: int
+    few: int
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        return [(layer, expert) for layer in range(self.layers) for expert in range(self.experts)]
+
+
+def small_of(mini: Mini, folder: Path) -> Small:
+    if mini is GLM:  # its random model is small enough
+        return Small(mini.random.path, layers=4, experts=16, top_k=4, few=mini.random.some)
+    assert mini is DEEPSEEK
+    return Small(_write_deepseek(folder / "checkpoint"), **DEEPSEEK_SIZES, few=15)
+
+
+DEEPSEEK_SIZES = {"layers": 4, "experts": 6, "top_k": 2}
+
+
+def _write_deepseek(path: Path) -> Path:
     """A window layer with Engram before it, a source of every second token, one of every token and a reader of it."""
     config = golden_config(
         hidden_size=64,
         moe_intermediate_size=64,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=DEEPSEEK_SIZES["layers"],
         num_attention_heads=2,
         o_groups=2,
         head_dim=32,
@@ -42,8 +68,8 @@ def write_small(path: Path) -> Path:
         index_topk=8,
         candidate_source_layer_id=2,
         candidate_topk_blocks=4,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
+        n_routed_experts=DEEPSEEK_SIZES["experts"],
+        num_experts_per_tok=DEEPSEEK_SIZES["top_k"],
         engram_layer_ids=[1],
         engram_num_embeddings=[1362],
         engram_head_dim=32,
@@ -67,16 +93,16 @@ def small_pages(patch: pytest.MonkeyPatch) -> None:
 
 
 def small_model(
-    path: Path, *, ranks: int = 1, lanes: int = 3, resident: int = LAYERS * EXPERTS, draft: str = "off", **cache
+    small: Small, *, ranks: int = 1, lanes: int = 3, resident: int = 0, draft: str = "off", **cache
 ) -> OpenedModel:
-    """Prompts need not wait for answers: what meets in the pool does not depend on a clock."""
-    settings = settings_of(path)
+    """`resident` 0: all. Prompts need not wait for answers: what meets in the pool does not depend on a clock."""
+    settings = settings_of(small.path)
     room = {"context_tokens": CONTEXT, "pool_tokens": 4 * CONTEXT}
     return open_model(
         replace(
             settings,
             model=replace(settings.model, numerics="native", prefill_chunk_tokens=CHUNK),
-            experts=Experts(resident=resident, spare_slots=2),
+            experts=Experts(resident=resident or len(small.pairs), spare_slots=2),
             tide=Tide(sync_slots=3),
             cache=Cache(**(room | cache)),
             engine=Engine(lanes=lanes, queue=8, guard_every_steps=4, draft=draft, prefill_share=0.99),

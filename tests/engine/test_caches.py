@@ -1,6 +1,6 @@
-"""Contexts that leave the pool and come back, on a real model: nothing of an answer tells (C5)."""
+"""Contexts that leave the pool and come back, on real models, of every family and however they are kept: nothing of an
+answer tells (C5)."""
 
-import json
 import queue
 import threading
 import weakref
@@ -9,60 +9,61 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from real_pair import GOLDEN, Served, opened
+from real_pair import FORMS, Form, Served, forms
+from real_pair import ask as asked
+from small_model import small_pages as small
 
+from tests.bundled import DEEPSEEK
 from tided.cache.prefix import Snapshot
 from tided.control.messages import Recall, Restore
-from tided.engine.build import build_rank, open_model
+from tided.engine.build import build_rank
 from tided.engine.caching import CachePlan, Caching
 from tided.engine.offline import first_pairs
-from tided.engine.types import Request, Sampling
+from tided.engine.types import Request
 from tided.errors import PairError
 from tided.experts.io import Priority
 from tided.models.parallel import Alone
-from tided.settings import Cache
 
-PROMPT = json.loads((GOLDEN / "inputs.json").read_text())["prompt_ids"]
+PROMPT = DEEPSEEK.random.prompt
 RAM = 1 << 26
+TAIL = [5, 9, 11, 4, 8, 3]
 
 
-def model(ranks: int = 1, lanes: int = 1, replay: str = "full", resident: int = 80, chunk: int = 16, **cache):
-    """Prompts need not wait for answers, so that which tokens meet in the pool does not depend on a clock."""
-    found = opened(ranks, resident=resident, numerics="native", lanes=lanes, prefill_share=0.99)
-    settings = found.settings
-    return open_model(
-        replace(
-            settings,
-            model=replace(settings.model, decoder_replay=replay, prefill_chunk_tokens=chunk),
-            cache=Cache(**{"context_tokens": 400, "pool_tokens": 512} | cache),
-        )
-    )
+def model(ranks: int = 1, lanes: int = 1, replay: str = "full", **given):
+    """One lane after the other."""
+    return Form(DEEPSEEK, ranks, replay).model(lanes=lanes, **given)
 
 
 def ask(name: str, prompt: list[int], answer: int = 8, **sampling) -> Request:
-    return Request(
-        request_id=name,
-        prompt_ids=prompt,
-        sampling=Sampling(**{"temperature": 1.0, "seed": 7} | sampling),
-        max_tokens=answer,
-        stop_ids=(),
-    )
+    return asked(name, prompt, answer, **{"temperature": 1.0, "seed": 7} | sampling)
 
 
-LONG = (PROMPT * 4)[:230]
-OTHER_END = [*LONG[:-6], 5, 9, 11, 4, 8, 3]
+def long(form: Form) -> list[int]:
+    return form.mini.random.prompt[:230]
+
+
+def other_end(form: Form) -> list[int]:
+    return [*long(form)[: -len(TAIL)], *TAIL]
+
+
+LONG = PROMPT[:230]
+SIMPLE = pytest.mark.parametrize("form", [FORMS[name] for name in ("deepseek", "glm")], ids=["deepseek", "glm"])
+PAIRS = pytest.mark.parametrize(
+    "form", [FORMS[f"{name}, two ranks"] for name in ("deepseek", "glm")], ids=["deepseek", "glm"]
+)
 
 
 def cached(served: Served, name: str) -> int:
     return served.stats(name)["cached_tokens"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("replay", ["full", "bounded"])
-def test_a_prefix_that_is_hit_is_as_good_as_computed(ranks, replay):
-    requests = [ask("first", LONG), ask("again", LONG, seed=8), ask("other", OTHER_END), ask("half", LONG[:100])]
-    plain = Served(model(ranks, replay=replay), requests)
-    hit = Served(model(ranks, replay=replay, prefix_ram_bytes=RAM), requests)
+@forms("glm, split")
+def test_a_prefix_that_is_hit_is_as_good_as_computed(form):
+    prompt = long(form)
+    requests = [ask("first", prompt), ask("again", prompt, seed=8)]
+    requests += [ask("other", other_end(form)), ask("half", prompt[:100])]
+    plain = Served(form.model(lanes=1), requests)
+    hit = Served(form.model(lanes=1, draft="3", prefix_ram_bytes=RAM), requests)
     assert hit.faults == []
     for request in requests:
         assert hit.tokens(request.request_id) == plain.tokens(request.request_id), request.request_id
@@ -75,25 +76,26 @@ def test_a_prefix_that_is_hit_is_as_good_as_computed(ranks, replay):
     assert picks[1:] == [0, picks[0] * 6 // 230]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_prefix_from_disk_outlives_the_process(ranks, tmp_path):
-    disk = model(ranks, prefix_disk_bytes=RAM)
-    first = Served(disk, [ask("a", LONG)], cache_dir=tmp_path, prepare=lambda s: None)
+@forms("deepseek, bounded", "deepseek, bounded, two ranks", "glm, two ranks", "glm, split")
+def test_a_prefix_from_disk_outlives_the_process(form, tmp_path):
+    disk = form.model(lanes=1, prefix_disk_bytes=RAM)
+    first = Served(disk, [ask("a", long(form))], cache_dir=tmp_path)
     for rank in first.ranks:
         assert rank.executor.caching.background.flush(60)
         rank.close()
         assert rank.residents.reads[Priority.PREFIX].reads > 0
-    later = Served(disk, [ask("b", OTHER_END)], cache_dir=tmp_path)
+    later = Served(disk, [ask("b", other_end(form))], cache_dir=tmp_path)
     assert all(rank.residents.reads[Priority.PREFIX].reads > 0 for rank in later.ranks)
-    plain = Served(model(ranks), [ask("b", OTHER_END)])
+    plain = Served(form.model(lanes=1), [ask("b", other_end(form))])
     assert (later.faults, cached(later, "b")) == ([], 224)
     assert later.stats("b")["prefix"] == {"source": "disk", "restored_tokens": 224}
     assert later.tokens("b") == plain.tokens("b")
 
 
-def test_ranks_that_hold_different_snapshots_begin_where_both_can(tmp_path):
-    disk = model(2, prefix_disk_bytes=RAM)
-    first = Served(disk, [ask("a", LONG)], cache_dir=tmp_path)
+@PAIRS
+def test_ranks_that_hold_different_snapshots_begin_where_both_can(form, tmp_path):
+    disk = form.model(lanes=1, prefix_disk_bytes=RAM)
+    first = Served(disk, [ask("a", long(form))], cache_dir=tmp_path)
     for rank in first.ranks:
         assert rank.executor.caching.background.flush(60)
         rank.close()
@@ -102,18 +104,28 @@ def test_ranks_that_hold_different_snapshots_begin_where_both_can(tmp_path):
         path.unlink()
     damaged = states[-5]  # 176: rank 1 finds out when it reads
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x55")
-    later = Served(disk, [ask("b", OTHER_END)], cache_dir=tmp_path)
-    plain = Served(model(2), [ask("b", OTHER_END)])
+    later = Served(disk, [ask("b", other_end(form))], cache_dir=tmp_path)
+    plain = Served(form.model(lanes=1), [ask("b", other_end(form))])
     assert later.faults == []
     assert cached(later, "b") == 160
     assert later.tokens("b") == plain.tokens("b")
 
 
-@pytest.mark.parametrize(("ranks", "on_disk"), [(1, False), (2, True)])
-def test_an_answer_that_was_parked_is_as_if_it_never_was(ranks, on_disk, tmp_path):
-    requests = [ask("a", (PROMPT * 4)[:252], 136), ask("b", PROMPT[10:30], 180, seed=3)]
-    roomy = Served(model(ranks, lanes=2, pool_tokens=1024), requests)
-    tight = Served(model(ranks, lanes=2, pool_tokens=640), requests, cache_dir=tmp_path if on_disk else None)
+@pytest.fixture
+def small_pages():
+    """Two short answers fill a pool of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        small(patch)
+        yield
+
+
+@forms("deepseek, bounded", "deepseek, bounded, two ranks", "glm, split")
+def test_an_answer_that_was_parked_is_as_if_it_never_was(form, small_pages, tmp_path):
+    """In the memory of one rank, and on the disks of two."""
+    on_disk = form.ranks > 1
+    requests = [ask("a", long(form)[:31], 28), ask("b", long(form)[10:24], 40, seed=3)]
+    roomy = Served(form.model(context_tokens=80, pool_tokens=160), requests)
+    tight = Served(form.model(context_tokens=80, pool_tokens=80), requests, cache_dir=tmp_path if on_disk else None)
     assert tight.faults == []
     assert (tight.stats("a")["parked"], roomy.stats("b")["parked"]) == (0, 0)
     assert tight.stats("b")["parked"] >= 1
@@ -127,9 +139,11 @@ def test_an_answer_that_was_parked_is_as_if_it_never_was(ranks, on_disk, tmp_pat
     assert not list(tmp_path.rglob("*.context"))
 
 
-def test_a_prefix_of_another_fidelity_or_of_substitutes_is_not_reused():
-    exact = replace(ask("exact", LONG), fidelity="exact")
-    served = Served(model(prefix_ram_bytes=RAM), [ask("fast", LONG), exact, replace(exact, request_id="twice")])
+@SIMPLE
+def test_a_prefix_of_another_fidelity_or_of_substitutes_is_not_reused(form):
+    exact = replace(ask("exact", long(form)), fidelity="exact")
+    requests = [ask("fast", long(form)), exact, replace(exact, request_id="twice")]
+    served = Served(form.model(lanes=1, prefix_ram_bytes=RAM), requests)
     assert [cached(served, name) for name in ("fast", "exact", "twice")] == [0, 0, 230]
 
 
@@ -216,29 +230,29 @@ def lane_at(rank, prompt, chunk: int = 16):
     return lane, logits
 
 
-@pytest.mark.parametrize("replay", ["full", "bounded"])
+@forms(*(name for name, form in FORMS.items() if form.ranks > 1))
 @pytest.mark.parametrize("chunk", [16, 24, 15])  # odd: a remainder waits; 15 and 24: boundaries inside pages
-def test_the_bits_of_a_restored_context(replay, chunk):
-    opened_model = model(replay=replay, chunk=chunk, prefix_ram_bytes=RAM)
+def test_the_bits_of_a_restored_context(form, chunk):
+    opened_model, tokens = form.model(lanes=1, chunk=chunk, prefix_ram_bytes=RAM), long(form)
     rank = build_rank(opened_model, Alone(), first_pairs(opened_model), lambda *_: None)
     with torch.inference_mode():
-        caching, request = rank.executor.caching, ask("a", LONG)
+        caching, request = rank.executor.caching, ask("a", tokens)
         keys = caching.chain(request, 0)
         at = 9 * chunk
-        lane, _ = lane_at(rank, LONG[:at], chunk)
+        lane, _ = lane_at(rank, tokens[:at], chunk)
         caching.save(lane, keys, None)
-        straight = [rank.model.prefill(lane, torch.tensor(LONG[at : at + chunk]), "last")]
+        straight = [rank.model.prefill(lane, torch.tensor(tokens[at : at + chunk]), "last")]
         straight += [rank.model.decode([lane], torch.tensor([token])) for token in (5, 6, 7)]
         rank.model.close_lane(lane)
         # Other tenants have the pages in between.
-        dirty, _ = lane_at(rank, LONG[::-1], chunk)
+        dirty, _ = lane_at(rank, tokens[::-1], chunk)
         rank.model.close_lane(dirty)
         caching.recall(Recall(1, [keys.chunks[8]]))
         while not (answers := caching.answers()):
             pass
         assert answers[0].loaded == 0
         back, _ = caching.restore(1, Restore(1, at))
-        restored = [rank.model.prefill(back, torch.tensor(LONG[at : at + chunk]), "last")]
+        restored = [rank.model.prefill(back, torch.tensor(tokens[at : at + chunk]), "last")]
         restored += [rank.model.decode([back], torch.tensor([token])) for token in (5, 6, 7)]
         for expected, found in zip(straight, restored, strict=True):
             assert torch.equal(expected, found)
@@ -262,9 +276,10 @@ def same(one, other) -> bool:
     return same(vars(one), vars(other)) if hasattr(one, "__dict__") else one == other
 
 
-def test_a_restored_prefix_leaves_the_residents_alone():
+@SIMPLE
+def test_a_restored_prefix_leaves_the_residents_alone(form):
     """The set changes between the two: the second begins with the first's context and routes by the new set."""
-    tested = model(resident=60, prefix_ram_bytes=RAM)
+    tested = form.model(form.mini.random.some, lanes=1, prefix_ram_bytes=RAM)
     seen = []
 
     def exchange(served: Served) -> None:
@@ -277,12 +292,12 @@ def test_a_restored_prefix_leaves_the_residents_alone():
             if admitted and admitted[0].request.request_id == "again":
                 seen.append((residents.state(), served.ranks[0].executor.plan_version))
             elif admitted:
-                served.engine.motion.take_plan([((9, residents.pairs[-1][1]), absent[-1])], "test")
+                served.engine.motion.take_plan([(residents.pairs[-1], absent[-1])], "test")
             return admitted
 
         served.engine.scheduler._admissions = admissions
 
-    served = Served(tested, [ask("a", LONG, 40), ask("again", LONG)], prepare=exchange)
+    served = Served(tested, [ask("a", long(form), 40), ask("again", long(form))], prepare=exchange)
     assert served.faults == []
     (before, generation), residents = seen[0], served.ranks[0].residents
     assert (residents.state(), served.ranks[0].executor.plan_version) == (before, generation)
@@ -291,8 +306,9 @@ def test_a_restored_prefix_leaves_the_residents_alone():
 
 
 @pytest.mark.parametrize(("strict", "reused"), [(True, 0), (False, 230)])
-def test_strict_serves_under_the_same_set_alone(strict, reused):
-    tested = model(resident=60, prefix_ram_bytes=RAM, prefix_strict=strict)
+@SIMPLE
+def test_strict_serves_under_the_same_set_alone(form, strict, reused):
+    tested = form.model(form.mini.random.some, lanes=1, prefix_ram_bytes=RAM, prefix_strict=strict)
 
     def exchange(served: Served) -> None:
         residents, finish = served.ranks[0].residents, served.engine.ledger._finish
@@ -301,10 +317,11 @@ def test_strict_serves_under_the_same_set_alone(strict, reused):
         def finished(request_id, reason, lane):
             finish(request_id, reason, lane)
             if request_id == "b":
-                served.engine.motion.take_plan([((9, residents.pairs[-1][1]), absent[-1])], "test")
+                served.engine.motion.take_plan([(residents.pairs[-1], absent[-1])], "test")
 
         served.engine.ledger._finish = finished
 
-    requests = [ask("a", LONG), ask("b", LONG), ask("move", PROMPT[:20], 40), ask("c", LONG), ask("d", LONG)]
+    requests = [ask(name, long(form)) for name in "abcd"]
+    requests.insert(2, ask("move", long(form)[:20], 40))
     served = Served(tested, requests, prepare=exchange)
     assert [cached(served, name) for name in "abcd"] == [0, 230, reused, 230]

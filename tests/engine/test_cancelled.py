@@ -4,26 +4,25 @@ block, parked, while it comes back. The next is answered as if nothing had been,
 import random
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 from real_pair import Living
-from small_model import CONTEXT, IDS, small_model, small_pages, write_small
+from small_model import CONTEXT, IDS, Small, small_model, small_of, small_pages
 from test_drafted_answers import Prompter
 
 from tided.engine.types import Finished, Request, Sampling
 
-POINTS = 20
+POINTS = 12
 KINDS = ["waiting", "asked", "prompt", "drafted", "parked", "recalling", "running"]
 CACHES = {"prefix_ram_bytes": 1 << 22, "prefix_disk_bytes": 1 << 23}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(mini, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         small_pages(patch)
-        yield write_small(tmp_path_factory.mktemp("small") / "checkpoint")
+        yield small_of(mini, tmp_path_factory.mktemp("small"))
 
 
 def ask(name: str, tokens: int, answer: int, **sampling) -> Request:
@@ -79,7 +78,7 @@ def turn_until(served: Living, name: str, point: str, count: int = 0) -> None:
         assert time.monotonic() < deadline_s, point
 
 
-def alone(checkpoint: Path, ranks: int) -> dict[str, list[int]]:
+def alone(checkpoint: Small, ranks: int) -> dict[str, list[int]]:
     served = Living(small_model(checkpoint, ranks=ranks, lanes=1))
     for request in (OLDER, VICTIM, *NEXT[:2]):
         served.submit(request)

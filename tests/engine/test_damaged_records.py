@@ -1,14 +1,15 @@
-"""Two real ranks, and a record that one of them cannot read while a request waits for it: that request ends, and
-nobody else's does."""
+"""Two real ranks, of every family, and a record that one of them cannot read while a request waits for it: that request
+ends, and nobody else's does."""
 
 import pytest
 from msgspec.structs import replace
-from real_pair import Living, Served, opened
-from test_fidelity import LEAST, ask, with_tide
+from real_pair import Living, Served, opened, with_tide
+from test_fidelity import ask
 from test_mixed_sizes import ask as ask_exl3
 from test_mixed_sizes import model as exl3
 from test_motion_ranks import Disk
 
+from tests.bundled import Mini
 from tided.engine.build import open_model
 from tided.engine.types import Failed, Finished, Tokens
 from tided.errors import PairError
@@ -35,9 +36,9 @@ def living(model, rank: int = 1) -> Living:
     return Living(model, prepare=prepare)
 
 
-def few(**tide):
+def few(mini: Mini, **tide):
     """One slot for all that is waited for: hardly anything is kept, and each token reads."""
-    return with_tide(opened(2, resident=LEAST, numerics="native"), sync_slots=1, **tide)
+    return with_tide(opened(2, mini.random.least, "native", of=mini), sync_slots=1, **tide)
 
 
 def finished(served: Living, *names: str) -> list[int]:
@@ -49,21 +50,21 @@ def finished(served: Living, *names: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def whole():
+def whole(mini):
     """Every expert resident."""
-    served = Served(opened(2, numerics="native"), [ask("a"), ask("b", begin=30)])
+    served = Served(opened(2, numerics="native", of=mini), [ask(mini, "a"), ask(mini, "b", begin=30)])
     return {name: served.tokens(name) for name in "ab"}
 
 
 @pytest.mark.parametrize(  # `after`: tokens of the answer
     ("rank", "after", "fidelity"), [(1, 0, "balanced"), (1, 5, "exact"), (0, 5, "balanced"), (0, 0, "exact")]
 )
-def test_who_waited_for_it_ends_with_its_name_and_no_wrong_token(whole, rank, after, fidelity):
+def test_who_waited_for_it_ends_with_its_name_and_no_wrong_token(mini, whole, rank, after, fidelity):
     """And the lane beside has the tokens that it has alone, its prompt's and its answer's."""
-    beside = ask("b", begin=30, answer=30)
-    alone = Served(few(), [beside]).tokens("b")
-    served = living(few(sync_weight=0.0), rank)
-    served.submit(ask("a", fidelity), beside)
+    beside = ask(mini, "b", begin=30, answer=30)
+    alone = Served(few(mini), [beside]).tokens("b")
+    served = living(few(mini, sync_weight=0.0), rank)
+    served.submit(ask(mini, "a", fidelity), beside)
     while len(served.tokens("a")) < after:
         served.turn()
     served.disk.left = 1
@@ -79,25 +80,25 @@ def test_who_waited_for_it_ends_with_its_name_and_no_wrong_token(whole, rank, af
     served.close()
 
 
-def test_balanced_does_without_it_from_then_on_and_exact_with_it_once_it_can_be_read(whole):
-    served = living(few(sync_weight=0.0))
+def test_balanced_does_without_it_from_then_on_and_exact_with_it_once_it_can_be_read(mini, whole):
+    served = living(few(mini, sync_weight=0.0))
     served.disk.left = 1
-    served.submit(ask("first", "balanced"))
+    served.submit(ask(mini, "first", "balanced"))
     assert finished(served, "first") == []
     bad, reads = set(served.disk.bad), []
     for rank in served.ranks:
         assert rank.executor.urgent.unreadable == bad
     read = served.ranks[0].reads.io._source.read
     served.ranks[0].reads.io._source = type("Seen", (), {"read": lambda _, *of: reads.append(of[:2]) or read(*of)})()
-    served.submit(ask("second", "balanced"))
+    served.submit(ask(mini, "second", "balanced"))
     assert finished(served, "second") == [12]
     assert reads
     assert not bad & set(reads)
-    served.submit(ask("third", "exact"))
+    served.submit(ask(mini, "third", "exact"))
     assert finished(served, "third") == []
     assert "cannot be read on rank 1" in served.end("third").message
     served.disk.bad.clear()  # the file was put back
-    served.submit(ask("fourth", "exact"))
+    served.submit(ask(mini, "fourth", "exact"))
     assert finished(served, "fourth") == [12]
     assert served.tokens("fourth") == whole["a"]
     for rank in served.ranks:
@@ -105,22 +106,22 @@ def test_balanced_does_without_it_from_then_on_and_exact_with_it_once_it_can_be_
     served.close()
 
 
-def test_what_the_ring_could_not_read_nobody_waits_for_until_it_can():
+def test_what_the_ring_could_not_read_nobody_waits_for_until_it_can(mini):
     """The balanced request that wants it ends whole, although no request found the damage before it."""
-    served = living(with_tide(opened(2, resident=LEAST), hot_ring_slots=6, sync_slots=4, sync_weight=0.0))
+    served = living(with_tide(opened(2, mini.random.least, of=mini), hot_ring_slots=6, sync_slots=4, sync_weight=0.0))
     served.disk.left = 1
-    served.submit(ask("a", answer=40, temperature=1.0, seed=4))
+    served.submit(ask(mini, "a", answer=40, temperature=1.0, seed=4))
     assert finished(served, "a") == [40]
     bad = set(served.disk.bad)
     urgent = served.ranks[0].executor.urgent
     assert urgent.unreadable == bad
-    served.submit(ask("b", "balanced", temperature=1.0, seed=4))
+    served.submit(ask(mini, "b", "balanced", temperature=1.0, seed=4))
     assert finished(served, "b") == [12]
     served.disk.bad.clear()
     motion = served.engine.motion
     for name in "cdefgh":
         motion._left_alone.update(dict.fromkeys(motion._left_alone, 0))  # long enough
-        served.submit(ask(name, answer=40, temperature=1.0, seed=4))
+        served.submit(ask(mini, name, answer=40, temperature=1.0, seed=4))
         assert finished(served, name) == [40]
         if not urgent.unreadable:
             break
@@ -143,42 +144,42 @@ def test_records_that_differ_in_size_too():
     served.close()
 
 
-def test_what_was_computed_without_it_is_no_snapshot(whole):
+def test_what_was_computed_without_it_is_no_snapshot(mini, whole):
     """The prompt's second chunk: the next request begins behind the first, and computes the second."""
-    model = few()
+    model = few(mini)
     settings = replace(model.settings, cache=replace(model.settings.cache, prefix_ram_bytes=1 << 24))
     served = living(open_model(replace(settings, tide=Tide(sync_slots=1))))
-    served.submit(ask("first", "exact"))
+    served.submit(ask(mini, "first", "exact"))
     while not served.ranks[0].executor.lanes or served.ranks[0].executor.lanes[0].state.position < 16:
         served.turn()
     served.disk.left = 1
     assert finished(served, "first") == []
     served.disk.bad.clear()
-    served.submit(replace(ask("a", "exact"), request_id="again"))
+    served.submit(replace(ask(mini, "a", "exact"), request_id="again"))
     assert finished(served, "again") == [12]
     assert served.tokens("again") == whole["a"]
     assert served.stats("again")["cached_tokens"] == 16
     served.close()
 
 
-def test_a_disk_that_reads_nothing_ends_the_pair(monkeypatch):
+def test_a_disk_that_reads_nothing_ends_the_pair(mini, monkeypatch):
     monkeypatch.setattr(fetch, "MOST_LOST", 3)
-    served = living(few())
+    served = living(few(mini))
     served.disk.broken = True
-    served.submit(ask("a", "exact"))
+    served.submit(ask(mini, "a", "exact"))
     with pytest.raises(PairError, match="experts cannot be read: the last"):
         served.rest()
     assert not [event for event in served.events if isinstance(event, Tokens)]
 
 
-def test_one_rank_alone_does_the_same():
-    served = living(with_tide(opened(resident=LEAST, numerics="native"), sync_slots=1), rank=0)
+def test_one_rank_alone_does_the_same(mini):
+    served = living(with_tide(opened(resident=mini.random.least, numerics="native", of=mini), sync_slots=1), rank=0)
     served.disk.left = 1
-    served.submit(ask("a", "exact"))
+    served.submit(ask(mini, "a", "exact"))
     served.rest()
     assert "cannot be read on rank 0" in served.end("a").message
     served.disk.bad.clear()
-    served.submit(ask("again", "exact"))
+    served.submit(ask(mini, "again", "exact"))
     served.rest()
     assert len(served.tokens("again")) == 12
     served.close()

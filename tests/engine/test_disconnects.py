@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from real_pair import Living
-from small_model import CONTEXT, small_model, small_pages, write_small
+from small_model import CONTEXT, small_model, small_of, small_pages
 
 from tests.chat.small_tokenizer import build
 from tided.api.app import build_app
@@ -99,10 +99,10 @@ async def until(condition, seconds: float = 30) -> None:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(mini, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         small_pages(patch)
-        yield write_small(tmp_path_factory.mktemp("small"))
+        yield small_of(mini, tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.bundled import MINIS, Mini
+from tests.bundled import Mini
 from tided.engine import drafting
 from tided.engine.build import build_rank, open_model
 from tided.engine.offline import first_pairs, settings_of
@@ -83,9 +83,9 @@ class Blocks:
         return drafts
 
 
-@pytest.fixture(scope="module", params=MINIS, ids=str)
-def blocks(request) -> Blocks:
-    return Blocks(request.param)
+@pytest.fixture(scope="module")
+def blocks(mini) -> Blocks:
+    return Blocks(mini)
 
 
 def probabilities(logits: torch.Tensor) -> dict[int, float]:

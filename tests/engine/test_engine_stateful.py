@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 from integrity import check_arena
 from real_pair import Living
-from small_model import CONTEXT, EXPERTS, IDS, LAYERS, PAGE, small_model, small_pages, write_small
+from small_model import CONTEXT, IDS, PAGE, Small, small_model, small_of, small_pages
 from test_drafted_answers import Alternating, Prompter
 
 from tided.engine.audit import Answered, again
@@ -34,8 +34,6 @@ from tided.engine.types import Failed, Finished, Request, Sampling, Scored
 LONGEST, ROOMY, TIGHT = 14, 4 * CONTEXT, CONTEXT
 LENGTHS = (1, 8, 14, 30, 46, 64)
 SAMPLED = (Sampling(temperature=0.0), Sampling(temperature=1.0, top_p=0.9, seed=3), Sampling(presence_penalty=0.5))
-ALL = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
-FEW = 15
 ASKED = st.tuples(
     st.integers(0, 1),
     st.sampled_from(LENGTHS),
@@ -46,10 +44,10 @@ ASKED = st.tuples(
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(mini, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         small_pages(patch)
-        yield write_small(tmp_path_factory.mktemp("small") / "checkpoint")
+        yield small_of(mini, tmp_path_factory.mktemp("small"))
 
 
 @lru_cache
@@ -60,9 +58,9 @@ def prompt(base: int, length: int, other_end: bool) -> tuple[int, ...]:
 
 
 @cache
-def alone(path: Path, ids: tuple[int, ...], sampled: int, resident: int) -> list[int]:
-    """The longest answer, of an engine that never knew anything else."""
-    living = Living(small_model(path, lanes=1, resident=resident))
+def alone(small: Small, ranks: int, ids: tuple[int, ...], sampled: int, resident: int = 0) -> list[int]:
+    """The longest answer, of an engine of as many ranks that never knew anything else."""
+    living = Living(small_model(small, ranks=ranks, lanes=1, resident=resident))
     living.submit(ask("alone", ids, sampled, LONGEST))
     living.rest()
     living.close()
@@ -90,9 +88,9 @@ class Guesser(Prompter):
 
 
 class Lives(RuleBasedStateMachine):
-    def __init__(self, path: Path, ranks: int) -> None:
+    def __init__(self, small: Small, ranks: int) -> None:
         super().__init__()
-        self.path, self.ranks = path, ranks
+        self.small, self.ranks = small, ranks
         self.folder = Path(tempfile.mkdtemp())
         self.requests, self.answers, self.behind = [], {}, {}
         self.cancelled, self.at_risk = set(), set()
@@ -101,19 +99,19 @@ class Lives(RuleBasedStateMachine):
 
     @initialize(
         draft=st.sampled_from(["off", "5", "alternating", "acceptance"]),
-        resident=st.sampled_from([len(ALL), FEW]),
+        whole=st.booleans(),
         lanes=st.sampled_from([2, 3]),
         ram=st.sampled_from([0, 12_000, 1 << 20]),
         disk=st.sampled_from([0, 30_000, 1 << 20]),
         strict=st.booleans(),
     )
-    def start(self, draft, resident, lanes, ram, disk, strict):
-        self.resident = resident
+    def start(self, draft, whole, lanes, ram, disk, strict):
+        self.resident = 0 if whole else self.small.few
         model = small_model(
-            self.path,
+            self.small,
             ranks=self.ranks,
             lanes=lanes,
-            resident=resident,
+            resident=self.resident,
             draft="5" if draft == "alternating" else draft,
             pool_tokens=ROOMY,
             prefix_ram_bytes=ram,
@@ -139,8 +137,8 @@ class Lives(RuleBasedStateMachine):
     def _ask(self, base, length, other_end, answer, fidelity):
         sampled = length % len(SAMPLED)
         request = ask(str(len(self.requests)), prompt(base, length, other_end), sampled, answer, fidelity)
-        resident = len(ALL) if fidelity == "exact" else self.resident
-        self.answers[request.request_id] = alone(self.path, tuple(request.prompt_ids), sampled, resident)
+        resident = 0 if fidelity == "exact" else self.resident
+        self.answers[request.request_id] = alone(self.small, self.ranks, tuple(request.prompt_ids), sampled, resident)
         self.requests.append(request)
         if fidelity == "fast" and self.moved:
             self.at_risk.add(request.request_id)
@@ -154,7 +152,7 @@ class Lives(RuleBasedStateMachine):
         ids = tuple(request.prompt_ids)
         if self.scheduler.behind or any(one.request.background for one in self.scheduler.running.values()):
             return
-        name, answer = f"behind {len(self.behind)}", alone(self.path, ids, len(ids) % len(SAMPLED), len(ALL))
+        name, answer = f"behind {len(self.behind)}", alone(self.small, self.ranks, ids, len(ids) % len(SAMPLED))
         self.behind[name] = answer
         self.living.submit(again(Answered(request, answer, "length"), name, "exact"))
 
@@ -210,7 +208,7 @@ class Lives(RuleBasedStateMachine):
     def exchange(self, which, into):
         """An absent expert takes the place of another of its layer."""
         residents = self.living.ranks[0].residents
-        absent = [pair for pair in ALL if pair not in residents.pairs]
+        absent = [pair for pair in self.small.pairs if pair not in residents.pairs]
         if not absent:
             return
         pair = absent[into % len(absent)]
@@ -279,7 +277,7 @@ class Lives(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-@pytest.mark.parametrize(("ranks", "examples"), [(1, 30), (2, 6)])
+@pytest.mark.parametrize(("ranks", "examples"), [(1, 18), (2, 4)])
 def test_any_life_of_an_engine(checkpoint, ranks, examples):
     run_state_machine_as_test(
         lambda: Lives(checkpoint, ranks),

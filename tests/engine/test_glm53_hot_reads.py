@@ -1,21 +1,19 @@
 """GLM-5.3's policy for what is missing: a layer's heaviest misses are read before it goes on, some a step, and kept."""
 
-import pytest
 from msgspec.structs import replace
-from real_pair import Served
-from test_real_glm53 import LEAST, ask, glm
+from real_pair import Form, Served, ask
 
-from tided.experts.fetch import Serving, UrgentReads
+from tests.bundled import GLM
+from tided.experts.fetch import Serving
 from tided.models import mixture
 from tided.models.glm53 import mlp
 from tided.settings import Engine, Tide
 
-REQUEST = replace(ask("x", tokens=30, answer=16), fidelity="balanced")
-LAYERS = 4
+REQUEST = ask("x", GLM.random.prompt[:30], 16, "balanced")
 
 
 def served(requests=(REQUEST,), ranks: int = 1, prepare=lambda served: None, **tide) -> Served:
-    found = Served(glm(ranks, resident=LEAST, lanes=1, tide=tide), requests, prepare=prepare)
+    found = Served(Form(GLM, ranks).model(GLM.random.least, lanes=1, tide=tide), requests, prepare=prepare)
     assert found.faults == []
     for rank in found.ranks:
         rank.executor.check()
@@ -33,30 +31,6 @@ def test_what_weighs_is_read_and_what_does_not_is_substituted():
     assert 0 < stats["substituted_weight_share"] < stats["missed_weight_share"]
     fast = served([replace(REQUEST, fidelity="fast")]).stats("x")["decode"]
     assert stats["substituted_weight_share"] < fast["substituted_weight_share"]
-
-
-def test_a_weight_is_the_threshold():
-    reads = [served(sync_weight=weight).stats("x")["read_before_use"]["reads"] for weight in (0.0, 0.3, 1.0)]
-    assert reads[0] > reads[1] > reads[2] == 0
-
-
-@pytest.mark.parametrize("most", [0, 3, 16])
-def test_so_many_a_step_and_early_layers_leave_some(most, monkeypatch):
-    spent: list[list[tuple[int, int]]] = []
-    begin, heaviest = UrgentReads.begin_step, UrgentReads._heaviest
-    monkeypatch.setattr(UrgentReads, "begin_step", lambda self, lanes: spent.append([]) or begin(self, lanes))
-
-    def counted(self, layer, routing, heavy):
-        chosen = heaviest(self, layer, routing, heavy)
-        spent[-1].append((layer, self._spent))
-        return chosen
-
-    monkeypatch.setattr(UrgentReads, "_heaviest", counted)
-    served(sync_reads=most, sync_weight=0.0, sync_slots=32)
-    entries = [entry for step in spent for entry in step]
-    assert entries
-    assert all(so_far <= most * (layer + 1) // LAYERS for layer, so_far in entries)
-    assert max(so_far for _, so_far in entries) == min(most, 16)
 
 
 def test_what_was_read_is_kept_until_others_need_the_slot():

@@ -12,7 +12,7 @@ from real_pair import Living
 from small_model import small_pages
 from test_drafted_answers import Alternating
 
-from tests.bundled import MINIS, Mini
+from tests.bundled import Mini
 from tided.engine.build import open_model
 from tided.engine.offline import settings_of
 from tided.engine.types import Request, Sampling
@@ -28,11 +28,6 @@ def pages():
     with pytest.MonkeyPatch.context() as patch:
         small_pages(patch)
         yield
-
-
-@pytest.fixture(params=MINIS, ids=str)
-def mini(request) -> Mini:
-    return request.param
 
 
 @cache

@@ -1,26 +1,31 @@
-"""Two real ranks while the routable set moves: late, failing and reordered reads on one of them."""
+"""Two real ranks, of every family, while the routable set moves: late, failing and reordered reads on one of them."""
 
 import threading
 
 import numpy as np
 import pytest
 from engine_fakes import FakePilot
-from real_pair import Served, opened
-from test_fidelity import ask, with_tide
+from real_pair import Served, opened, with_tide
+from test_fidelity import ask
 
+from tests.bundled import Mini
 from tided.engine import motion
 from tided.engine.offline import first_pairs
 from tided.engine.types import Failed, Tokens
 from tided.errors import DataError, PairError
 
-SWAPS = [((layer, 0), (layer, 7)) for layer in range(6)]
+
+def swaps(mini: Mini):
+    """In some layers the first expert, which is resident, against the last, which is not."""
+    layers, last = mini.random.layers, mini.random.experts // mini.random.layers - 1
+    return [((layer, 0), (layer, last)) for layer in range(min(layers, 6))]
 
 
 class Plans(FakePilot):
     """One plan, after the first prompt."""
 
-    def __init__(self, model) -> None:
-        super().__init__(prompt=SWAPS)
+    def __init__(self, mini: Mini, model) -> None:
+        super().__init__(prompt=swaps(mini))
         self.pairs, self.floor = first_pairs(model), model.shape.top_k
         self.grid = np.ones((model.shape.moe_layers, model.shape.experts_per_layer))
 
@@ -48,12 +53,12 @@ class Disk:
         self.inner.read(layer, expert, out)
 
 
-def moving(**tide):
-    return with_tide(opened(2, resident=45), **tide)
+def moving(mini: Mini, **tide):
+    return with_tide(opened(2, mini.random.some, of=mini), **tide)
 
 
-def test_a_read_that_lands_on_one_rank_only_is_routable_on_none():
-    model, masks = moving(), []
+def test_a_read_that_lands_on_one_rank_only_is_routable_on_none(mini):
+    model, masks = moving(mini), []
 
     def prepare(served):
         served.disk = Disk(served.ranks[1])
@@ -69,7 +74,7 @@ def test_a_read_that_lands_on_one_rank_only_is_routable_on_none():
 
         served.ranks[0].executor.execute = watched
 
-    served = Served(model, [ask("a", answer=16)], Plans(model), prepare)
+    served = Served(model, [ask(mini, "a", answer=16)], Plans(mini, model), prepare)
     assert served.faults == []
     assert len(served.tokens("a")) == 16  # no token waited
     before = masks[0]
@@ -79,15 +84,20 @@ def test_a_read_that_lands_on_one_rank_only_is_routable_on_none():
     assert served.engine.residency.generation > 0
 
 
-def test_case_11_a_swap_that_fails_on_one_rank_is_made_on_neither_and_both_serve_on():
+def test_case_11_a_swap_that_fails_on_one_rank_is_made_on_neither_and_both_serve_on(mini):
     """Nothing of a plan is applied in part: the swap that one rank cannot read is given up on both, the others are
     made on both, in one step, and no token is lost."""
-    bad = SWAPS[2][1]
+    bad = swaps(mini)[2][1]
 
     def prepare(served):
         Disk(served.ranks[1]).bad = {bad}
 
-    served = Served(moving(), [ask("a", answer=60), ask("b", begin=30, answer=60)], Plans(moving()), prepare)
+    served = Served(
+        moving(mini),
+        [ask(mini, "a", answer=60), ask(mini, "b", begin=30, answer=60)],
+        Plans(mini, moving(mini)),
+        prepare,
+    )
     assert served.faults == []
     assert [len(served.tokens(name)) for name in "ab"] == [60, 60]
     assert served.link.compared > 5  # and the ranks were equal each time
@@ -95,17 +105,17 @@ def test_case_11_a_swap_that_fails_on_one_rank_is_made_on_neither_and_both_serve
     for rank in served.ranks:
         resident = rank.residents.pairs
         assert bad not in resident
-        assert [in_ for _, in_ in SWAPS if in_ in resident] == [in_ for _, in_ in SWAPS if in_ != bad]
-        assert SWAPS[2][0] in resident
+        assert [in_ for _, in_ in swaps(mini) if in_ in resident] == [in_ for _, in_ in swaps(mini) if in_ != bad]
+        assert swaps(mini)[2][0] in resident
         assert rank.residents.reading == 0
         rank.residents.check_integrity()
     assert served.engine.motion.count.failed == 1
     assert served.engine.ledger.reads().failed == 0  # rank 0's own disk is well
 
 
-def test_a_disk_that_fails_for_good_stops_both_ranks_and_no_token_follows(monkeypatch):
-    monkeypatch.setattr(motion, "MOST_FAILED", len(SWAPS))
-    model = moving()
+def test_a_disk_that_fails_for_good_stops_both_ranks_and_no_token_follows(mini, monkeypatch):
+    monkeypatch.setattr(motion, "MOST_FAILED", len(swaps(mini)))
+    model = moving(mini)
 
     class Stopped(Served):
         def _serve(self):
@@ -115,7 +125,9 @@ def test_a_disk_that_fails_for_good_stops_both_ranks_and_no_token_follows(monkey
         Disk(served.ranks[1]).broken = True
         served.engine._on_fault = lambda error: (served._fault(error), [other.close() for other in served.others])
 
-    served = Stopped(model, [ask("a", answer=200), ask("b", begin=30, answer=200)], Plans(model), prepare)
+    served = Stopped(
+        model, [ask(mini, "a", answer=200), ask(mini, "b", begin=30, answer=200)], Plans(mini, model), prepare
+    )
     kinds = [type(fault) for fault in served.faults]
     assert kinds == [PairError]
     assert "experts cannot be read" in str(served.faults[0])
@@ -125,12 +137,12 @@ def test_a_disk_that_fails_for_good_stops_both_ranks_and_no_token_follows(monkey
     assert sorted(event.request_id for event in served.events if isinstance(event, Failed)) == ["a", "b"]
     assert served.engine.residency.generation == 0
     for rank in served.ranks:  # nothing half-read is routable anywhere
-        assert not any(bool(rank.bank.tables.routable[in_]) for _, in_ in SWAPS)
+        assert not any(bool(rank.bank.tables.routable[in_]) for _, in_ in swaps(mini))
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_hot_reads_keep_the_ranks_equal_when_one_disk_is_slow(late):
-    model = moving(hot_ring_slots=6)
+def test_hot_reads_keep_the_ranks_equal_when_one_disk_is_slow(mini, late):
+    model = moving(mini, hot_ring_slots=6)
 
     def prepare(served):
         disk = Disk(served.ranks[late])
@@ -143,8 +155,8 @@ def test_hot_reads_keep_the_ranks_equal_when_one_disk_is_slow(late):
 
         disk.inner = type("Slow", (), {"read": staticmethod(slow)})
 
-    requests = [ask("a", answer=40, temperature=1.0, seed=2), ask("b", begin=40, answer=40)]
-    served = Served(model, requests, Plans(model), prepare)
+    requests = [ask(mini, "a", answer=40, temperature=1.0, seed=2), ask(mini, "b", begin=40, answer=40)]
+    served = Served(model, requests, Plans(mini, model), prepare)
     assert (served.faults, served.link.compared > 5) == ([], True)
     states = {rank.residents.state() for rank in served.ranks}
     assert len(states) == 1
@@ -156,17 +168,17 @@ def test_hot_reads_keep_the_ranks_equal_when_one_disk_is_slow(late):
         rank.residents.check_integrity()
 
 
-def test_hot_reads_lower_what_is_substituted():
+def test_hot_reads_lower_what_is_substituted(mini):
     shares = {}
     for ring in (0, 12):
-        served = Served(moving(hot_ring_slots=ring), [ask("a", answer=60, temperature=1.0, seed=4)])
+        served = Served(moving(mini, hot_ring_slots=ring), [ask(mini, "a", answer=60, temperature=1.0, seed=4)])
         shares[ring] = served.stats("a")["decode"]["substituted_weight_share"]
     assert shares[12] < 0.9 * shares[0]
 
 
-def test_a_ring_entry_that_only_one_rank_has_ends_the_pair():
+def test_a_ring_entry_that_only_one_rank_has_ends_the_pair(mini):
     """The running digest covers the ring (C3)."""
-    model = moving(hot_ring_slots=6)
+    model = moving(mini, hot_ring_slots=6)
 
     def prepare(served):
         execute = served.ranks[1].executor.execute
@@ -182,4 +194,4 @@ def test_a_ring_entry_that_only_one_rank_has_ends_the_pair():
         served.ranks[1].executor.execute = tampered
 
     with pytest.raises(PairError, match="the ranks differ"):
-        Served(model, [ask("a", answer=60)], Plans(model), prepare)
+        Served(model, [ask(mini, "a", answer=60)], Plans(mini, model), prepare)

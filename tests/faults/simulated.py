@@ -2,7 +2,7 @@
 from a seed: reads that fail, are late or damaged on one rank, a rank that ends, hangs or is killed, a link that is cut,
 a full disk, damaged files, a clock that jumps, clients that leave. Then a second life on what the first left behind.
 
-    python -m tests.faults.simulated [--seeds 1-1000] [--receipt FILE]
+    python -m tests.faults.simulated [--mini deepseek|glm] [--seeds 1-1000] [--receipt FILE]
 
 Whatever happens: what was told of an answer is the beginning of the right one; each request ends once; both ranks end,
 or none; and the history holds every vote that could be written.
@@ -34,9 +34,10 @@ from msgspec.structs import replace
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 
 from real_pair import Living
-from small_model import EXPERTS, LAYERS, TOP_K, small_model, small_pages, write_small
+from small_model import Small, small_model, small_of, small_pages
 from test_engine_stateful import LENGTHS, SAMPLED, alone, ask, prompt
 
+from tests.bundled import DEEPSEEK, MINIS, Mini, named
 from tests.faults.grid import numbers
 from tided.cache import bundle
 from tided.control.messages import Step
@@ -51,8 +52,6 @@ from tided.tide.history import History
 from tided.tide.pilot import Pilot
 
 IDENTITY = "ab" * 32
-SHAPE = RouterShape(LAYERS, EXPERTS, TOP_K)
-RESIDENT = 15
 ANSWER = 9  # tokens at most
 TIDE = Tide(
     sensitivity="max",
@@ -114,10 +113,9 @@ class Told:
 class Disk:
     """A rank's reads: late, failing now and then, or for good."""
 
-    def __init__(self, rank, plan: Plan, chance: random.Random, seen: Counter[str]) -> None:
+    def __init__(self, rank, pairs: list, plan: Plan, chance: random.Random, seen: Counter[str]) -> None:
         self._inner, self._plan, self._chance, self._seen = rank.reads.io._source, plan, chance, seen
         self._lock = threading.Lock()
-        pairs = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
         self._bad = set(chance.sample(pairs, plan.bad_for_good))
         rank.reads.io._source = self
 
@@ -137,23 +135,24 @@ class Disk:
 class Life:
     """From a start to an end of whatever kind, in a folder that may hold what an earlier one left."""
 
-    def __init__(self, model, folder: Path, plan: Plan, chance: random.Random, told: Told) -> None:
-        self.folder, self.plan, self.chance, self.told = folder, plan, chance, told
-        self.history = History.open(folder / "history", IDENTITY, SHAPE, True)
+    def __init__(self, small: Small, model, folder: Path, plan: Plan, chance: random.Random, told: Told) -> None:
+        self.small, self.folder, self.plan, self.chance, self.told = small, folder, plan, chance, told
+        self.shape = RouterShape(small.layers, small.experts, small.top_k)
+        self.history = History.open(folder / "history", IDENTITY, self.shape, True)
         self.first = self.history.demand
         self.written = self.first  # the newest demand that the disk took
         self.full = False
         self.ended = False  # by rank 0's own engine
         self.image: Path | None = None  # of the folder, at the moment of a kill
         self.requests: list[Request] = []
-        pilot = Pilot(self.history, None, TIDE, SHAPE, RESIDENT)
+        pilot = Pilot(self.history, None, TIDE, self.shape, small.few)
         self.living = Living(model, pilot, self._prepare, folder / "cache")
         self.living.engine._on_fault = self._end
 
     def _prepare(self, living: Living) -> None:
         chances = [random.Random(self.chance.random()) for _ in living.ranks]
         for rank, chance in zip(living.ranks, chances, strict=True):
-            Disk(rank, self.plan, chance, self.told.seen)
+            Disk(rank, self.small.pairs, self.plan, chance, self.told.seen)
         for number, rank in enumerate(living.ranks):
             self._watch_steps(number, rank.executor)
         if self.plan.fatal == "cut":
@@ -284,7 +283,7 @@ class Life:
             rank.close()
         self.history.close()
 
-    def judge(self, path: Path) -> None:
+    def judge(self) -> None:
         living, told = self.living, self.told
         for request in self.requests:
             name, tokens = request.request_id, living.tokens(request.request_id)
@@ -293,14 +292,14 @@ class Life:
                 told.faults.append(f"request {name} ended {len(ends)} times")
             if request.fidelity != "exact":
                 continue
-            right = alone(path, tuple(request.prompt_ids), SAMPLED.index(request.sampling), LAYERS * EXPERTS)
+            right = alone(self.small, 2, tuple(request.prompt_ids), SAMPLED.index(request.sampling))
             told.seen["answers compared"] += 1
             told.seen["tokens compared"] += len(tokens)
             if tokens != right[: len(tokens)]:
                 told.faults.append(f"request {name}: {tokens} where alone it is {right}")
             elif isinstance(ends[0], Finished) and ends[0].reason == "length" and len(tokens) != request.max_tokens:
                 told.faults.append(f"request {name} ended after {len(tokens)} of {request.max_tokens} tokens")
-        found = History.open((self.image or self.folder) / "history", IDENTITY, SHAPE, False)
+        found = History.open((self.image or self.folder) / "history", IDENTITY, self.shape, False)
         if found.note:
             told.faults.append(found.note)
         if not same(found.demand, self.written):
@@ -372,20 +371,20 @@ def damage(folder: Path, chance: random.Random, seen: Counter[str]) -> None:
             seen["cached files damaged"] += 1
 
 
-def run(seed: int, path: Path, folder: Path) -> Told:
+def run(seed: int, small: Small, folder: Path) -> Told:
     """Two lives."""
     chance, told = random.Random(seed), Told(seed)
-    model = small_model(path, ranks=2, lanes=2, resident=RESIDENT, prefix_ram_bytes=12_000, prefix_disk_bytes=1 << 20)
+    model = small_model(small, ranks=2, lanes=2, resident=small.few, prefix_ram_bytes=12_000, prefix_disk_bytes=1 << 20)
     model = open_model(replace(model.settings, tide=TIDE))
     plan, calm = Plan.draw(chance), Plan("", 0, 0, 0.0, 0, 0.0, 10**9, 0, 0, False)
     folder = folder / str(seed)
     try:
-        first = live(Life(model, folder, plan, chance, told), path, chance.randint(2, 4))
+        first = live(Life(small, model, folder, plan, chance, told), chance.randint(2, 4))
         left = first.image or folder
         if plan.damage:
             damage(left, chance, told.seen)
-        second = Life(model, left, calm, chance, told)
-        live(second, path, 1)
+        second = Life(small, model, left, calm, chance, told)
+        live(second, 1)
         if second.living.faults:
             told.faults.append(f"the next life ended: {second.living.faults}")
         leftovers = [p.name for p in left.rglob("*") if p.name.startswith(".") or p.name.endswith(".tmp")]
@@ -399,51 +398,52 @@ def run(seed: int, path: Path, folder: Path) -> Told:
     return told
 
 
-def live(life: Life, path: Path, count: int) -> Life:
+def live(life: Life, count: int) -> Life:
     with wrapped(life):
         life.serve(count)
         if not life.living.faults:
             life.living.check(tampered=True)
         life.close()
-    life.judge(path)
+    life.judge()
     return life
 
 
 @contextmanager
-def small() -> Iterator[Path]:
-    """The checkpoint, with pages of a few tokens."""
+def small(mini: Mini) -> Iterator[Small]:
+    """Its family's checkpoint, with pages of a few tokens."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="pairs-") as folder, pytest.MonkeyPatch.context() as patch:
         small_pages(patch)
         patch.setattr(core, "IDLE_WAIT_S", SILENCE_S)
-        yield write_small(Path(folder) / "checkpoint")
+        yield small_of(mini, Path(folder))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mini", choices=list(map(str, MINIS)), default=str(DEEPSEEK), help="whose family")
     parser.add_argument("--seeds", default="1-1000", help="A, or A-B")
     parser.add_argument("--receipt", type=Path, help="where all that is printed is kept")
     options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
-    said = [f"python -m tests.faults.simulated --seeds {options.seeds}"]
+    said = [f"python -m tests.faults.simulated --mini {options.mini} --seeds {options.seeds}"]
 
     def say(line: str) -> None:
         said.append(line)
         print(line, flush=True)
 
-    wrong = run_all(numbers(options.seeds), say)
+    wrong = run_all(named(options.mini), numbers(options.seeds), say)
     if options.receipt:
         options.receipt.write_text("\n".join(said) + "\n")
     return int(wrong > 0)
 
 
-def run_all(seeds: Sequence[int], say: Callable[[str], None]) -> int:
+def run_all(mini: Mini, seeds: Sequence[int], say: Callable[[str], None]) -> int:
     """How many of them were wrong."""
     seen: Counter[str] = Counter()
     wrong, began_s = 0, time.monotonic()
-    with small() as path:
+    with tempfile.TemporaryDirectory(prefix="lives-") as folder, small(mini) as checkpoint:
         for done, seed in enumerate(seeds, 1):
-            told = run(seed, path, path.parent)
+            told = run(seed, checkpoint, Path(folder))
             seen += told.seen
             wrong += bool(told.faults)
             for fault in told.faults:

@@ -1,8 +1,9 @@
-"""A few cells of the table on the real pair, and that the table would show what is wrong. `make faults` fills it whole;
-kill -9 and SIGSTOP of each rank while it streams are in tests/e2e/test_faults.py."""
+"""A few cells of the table on the real pair of each mini (GLM's: `make faults`, which fills it whole), and that the table
+would show what is wrong; kill -9 and SIGSTOP of each rank while it streams are in tests/e2e/test_faults.py."""
 
 import pytest
 
+from tests.bundled import DEEPSEEK, GLM
 from tests.faults import table
 from tests.faults.clients import EXACT, Heard, asked
 from tests.faults.grid import CELLS, FAULTS, case, named, numbers
@@ -16,14 +17,22 @@ pytestmark = [pytest.mark.xdist_group("struck pair"), pytest.mark.timeout(600)]
 SLOW_MACHINE_S = 60.0  # what is measured is told by `make faults`; here others may use the machine
 
 
-@pytest.fixture(scope="module")
-def packs(tmp_path_factory):
-    return make_packs(tmp_path_factory.mktemp("packs"))
+LONG = pytest.mark.faults
+
+
+@pytest.fixture(scope="module", params=[DEEPSEEK, pytest.param(GLM, marks=LONG)], ids=str)
+def mini(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def pair(packs, tmp_path_factory):
-    pair = Host(tmp_path_factory.mktemp("host"), packs, peer_timeout_s=6.0)
+def packs(mini, tmp_path_factory):
+    return make_packs(tmp_path_factory.mktemp("packs"), mini)
+
+
+@pytest.fixture(scope="module")
+def pair(mini, packs, tmp_path_factory):
+    pair = Host(tmp_path_factory.mktemp("host"), packs, 6.0, mini)
     try:
         serve(pair)
         yield pair
@@ -40,7 +49,6 @@ def clean(pair):
     return {one.name: one.answer for one in heard}
 
 
-LONG = pytest.mark.faults
 CHECKED = [
     pytest.param("corrupt records", "decode", marks=LONG),
     pytest.param("the clock jumps", "swap"),
@@ -63,10 +71,10 @@ def test_nothing_is_wrong_after_it(pair, clean, name, stage):
 
 
 @LONG
-def test_two_nodes_without_a_link_end_both_and_start_again(packs, clean, tmp_path):
+def test_two_nodes_without_a_link_end_both_and_start_again(mini, packs, clean, tmp_path):
     if why := why_not():
         pytest.skip(why)
-    pair = Nodes(tmp_path, packs, peer_timeout_s=6.0)
+    pair = Nodes(tmp_path, packs, 6.0, mini)
     try:
         serve(pair)
         outcome = Trial(case(1, (named("the link is cut"), "decode")), pair, clean, SLOW_MACHINE_S).run()

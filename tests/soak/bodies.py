@@ -67,10 +67,10 @@ def sums(chance: random.Random) -> dict[str, Any]:
 
 
 def tale(chance: random.Random) -> dict[str, Any]:
-    """So long that two of them do not fit the pool, soon after they have begun."""
-    text = f"{SYSTEM[:580]}\nTell me a long story about a {chance.choice(ANIMALS)}."
+    """Two of them are begun, with a page each for the prompt and one for the answer, and do not fit the pool then."""
+    text = f"{SYSTEM[:285]}\nTell me a long story about a {chance.choice(ANIMALS)}."
     return chat(
-        text, temperature=1.0, seed=chance.randrange(1000), ignore_eos=True, max_tokens=chance.randrange(120, 150)
+        text, temperature=1.0, seed=chance.randrange(1000), ignore_eos=True, max_tokens=chance.randrange(230, 250)
     )
 
 

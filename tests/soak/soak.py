@@ -82,9 +82,10 @@ class Verdict:
     def line(self) -> str:
         counts, tally = self.tally.counts, self.tally
         return (
-            f"{self.mini}, seed {self.seed}, {self.set}: {tally.done} requests in {self.seconds:.0f} s, {tally.compared} compared, "
-            f"{tally.hung_up} hung up, {counts['parked']} parked, {counts['accepted']} drafts right, "
-            f"{counts['cached']} tokens from caches, {counts['swaps']} experts swapped: "
+            f"{self.mini}, seed {self.seed}, {self.set}: {tally.done} requests in {self.seconds:.0f} s, "
+            f"{tally.compared} compared, {tally.hung_up} hung up, {counts['parked']} parked, "
+            f"{counts['accepted']} drafts right, {counts['cached']} tokens from caches, "
+            f"{counts['swaps']} experts swapped: "
             + ("nothing wrong" if not self.faults else f"{len(self.faults)} WRONG")
         )
 
