@@ -57,7 +57,7 @@ def cached(served: Served, name: str) -> int:
     return served.stats(name)["cached_tokens"]
 
 
-@forms("glm, split")
+@forms("deepseek, bounded, two ranks", "glm, split")
 def test_a_prefix_that_is_hit_is_as_good_as_computed(form):
     prompt = long(form)
     requests = [ask("first", prompt), ask("again", prompt, seed=8)]
