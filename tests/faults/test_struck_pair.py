@@ -1,4 +1,4 @@
-"""A few cells of the table on the real pair of each mini (of GLM's by `make faults`, which fills it whole), and that the
+"""A few cells of the table on the real pair of each mini (of GLM by `make faults`, which fills it whole), and that the
 table would show what is wrong; kill -9 and SIGSTOP of each rank while it streams are in tests/e2e/test_faults.py."""
 
 import pytest
