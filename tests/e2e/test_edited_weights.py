@@ -18,7 +18,7 @@ from tided.engine.offline import logits
 from tided.settings import Settings
 
 pytestmark = pytest.mark.xdist_group("serving")
-QUESTION = "Tell me about Japan."
+QUESTION = "Tell me a short story about a fox."  # no answer is certain: an edit shows
 TOKENS = 16
 
 
