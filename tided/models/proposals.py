@@ -153,13 +153,13 @@ class Proposals:
             kept = made.laws[law.name] = Lawed(host, torch.zeros_like(host, device=device))
         kept.host[:places].copy_(law.told[:, part])
         kept.told.copy_(kept.host, non_blocking=True)
-        if kept.graphs is not None:
+        if kept.graphs is not None and self.captures:
             for graph in kept.graphs[: places if one.one_by_one else 1]:
                 graph.replay()
             return
         for place in range(places):
             _made(one, law, kept.told, place)
-        if self.captures and one.capturable and one.drawn.is_cuda:
+        if kept.graphs is None and self.captures and one.capturable and one.drawn.is_cuda:
             kept.graphs = self._captured(one, law, kept.told)
 
     def _captured(self, one: Proposal, law: Law, told: Tensor) -> list[Any]:
