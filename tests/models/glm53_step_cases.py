@@ -87,14 +87,8 @@ def tokens(count: int) -> Tensor:
 
 
 def check_contexts(reference: Any, lanes: list[Any], model: Any, others: list[Any]) -> None:
-    """Of the rows that are not the same most are near: one whose router chose otherwise is another one."""
-
-    def rows_of(name: str, part: Tensor) -> Tensor:
-        if not name.startswith("page."):
-            return part.flatten(0, -2)
-        _, kind, layer = name.split(".")
-        return part.reshape(-1, getattr(model.pool, kind)[int(layer)].shape[1])  # a page's are one behind the other
-
+    """A row whose router chose otherwise is another one, and a page has its tokens in one row: of some hundred tokens
+    one such is a tenth, where rows written to a wrong place are a third."""
     for lane, other in zip(lanes, others, strict=True):
         assert lane.position == other.position
         wanted, got = reference.lane_parts(lane), model.lane_parts(other)
@@ -103,9 +97,10 @@ def check_contexts(reference: Any, lanes: list[Any], model: Any, others: list[An
         assert wanted.keys() == got.keys()
         for name, part in wanted.items():
             if part.numel() and part.dtype is not torch.uint8:
-                rows = zip(rows_of(name, got[name]), rows_of(name, part), strict=True)
-                far = [error(*both) for both in rows if not torch.equal(*both)]
-                assert statistics.median(far or [0.0]) < NEAR, f"{name} of lane {lane.index}"
+                rows = zip(got[name].flatten(0, -2), part.flatten(0, -2), strict=True)
+                far = [error(*both) for both in rows if bool(both[1].any())]
+                most = 2.5 * NEAR if name.startswith("page.") else NEAR
+                assert statistics.median(far) < most, f"{name} of lane {lane.index}"
 
 
 def demand(model: Any) -> tuple[Tensor, Tensor]:
