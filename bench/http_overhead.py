@@ -70,6 +70,7 @@ class Source(SimpleNamespace):
             last_step_s=0.0,
             traces=None,
             living=(1, 1),
+            board=board.ExpertBoard(1, 1, []),
             figures=board.Figures(),
             heat=None,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from scripted_engine import STATS, data, gather, said, until
 
+from tided.engine.board import ExpertBoard
 from tided.engine.types import Finished, Started, Tokens
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/encodings/sse_streams.json").read_text())["cases"][0]
@@ -394,6 +395,7 @@ async def test_the_real_client_fits(serve, ids):
     class Thread:
         residency = client_module.Residency(generation=0, residents=4, total=8, mask_hash="0")
         last_step_s, seq, expert_reads, data_plane, about, living = 0.0, 0, (), (), {}, (4, 4)
+        board = ExpertBoard(2, 4, [])
 
         def check(self, request):
             pass
