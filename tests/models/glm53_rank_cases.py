@@ -15,13 +15,15 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from tests.models.glm53_step_cases import NEAR, TOKENS, error
-from tests.models.rig import GLM, load_model, settings
+from packers.shards import Checkpoint
+from tests.models.glm53_step_cases import EXL3, NEAR, TOKENS, error, trellises
+from tests.models.rig import settings
 from tided.engine.dataplane import TorchGroup
 from tided.engine.drafting import Chooser
 from tided.engine.local_ranks import free_port, run_ranks
 from tided.engine.types import Sampling
 from tided.models.glm53 import load
+from tided.models.glm53.family import Glm53Family
 from tided.models.parallel import Group
 from tided.settings import Engine, Parallel
 
@@ -31,13 +33,15 @@ CASES: tuple[dict[str, Any], ...] = ({"split": False}, {"split": True}, {"split"
 
 
 def loaded(device: torch.device, group: Group, captures: bool, fixed: bool = True, **cache: Any) -> Any:
-    base = settings(GLM, pool_tokens=4096, context_tokens=512)
+    base = settings(EXL3, pool_tokens=4096, context_tokens=512)
     asked = replace(base, cache=replace(base.cache, **cache), engine=Engine(device=device.type, draft="3"))
     with patch.object(load, "_is_widened", lambda _: device.type == "cpu"):
-        model = load_model(GLM, group, asked, device)
+        checkpoint = Checkpoint.open(EXL3)
+        model = Glm53Family().load(checkpoint, asked, group, trellises(checkpoint, device, group), device)
     model.steps.captures = captures
     model.steps.everywhere = fixed
     model.drafter.proposals.captures = captures
+    model.steps.over_ranks = model.drafter.proposals.over_ranks = True
     if not fixed:
         model.steps.serve = lambda *_: False
     return model
@@ -65,11 +69,16 @@ def main() -> None:
     device, port, rank = torch.device(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
     if device.type == "cuda":
         torch.cuda.set_device(rank)
-    base = settings(GLM)
+    base = settings(EXL3)
     asked = replace(base, engine=Engine(device=device.type), parallel=Parallel(ranks=RANKS, data_port=port))
     group = TorchGroup(asked, rank)
     for cache in CASES:
-        eager, captured = (list(served(loaded(device, group, one, **cache))) for one in (False, True))
+        models = [loaded(device, group, one, **cache) for one in (False, True)]
+        eager, captured = (list(served(model)) for model in models)
+        if device.type == "cuda":
+            drafter = models[1].drafter.proposals
+            assert all(made.captured for made in models[1].steps.prepared.values()), "steps were not captured"
+            assert all(law.graphs for made in drafter._prepared.values() for law in made.laws.values())
         for wanted, got in zip(eager, captured, strict=True):
             assert torch.equal(wanted, got), f"{cache}: a captured step is not the eager one"
         own = torch.cat([logits.view(torch.int32).to(torch.int64).sum(1) for logits in captured])

@@ -17,6 +17,7 @@ class Counting:
     capturable, one_by_one = True, True
 
     def __init__(self, lanes: int) -> None:
+        self.ranks = 1
         self.drawn = torch.zeros(SIZE, lanes, dtype=torch.int64)
         self.logits, self.confidence = torch.zeros(SIZE, lanes, VOCAB), torch.zeros(SIZE, lanes)
 

@@ -35,7 +35,7 @@ class Lawful(Protocol):
     def law(self, places: int) -> Law: ...
 
     def took(self, drawn: Tensor) -> None:
-        """drawn [places, R]: what the law gave, in the choice's stead. The next proposal writes over it."""
+        """drawn [places, R]: what the law gave, in the choice's stead; the choice's to keep."""
         ...
 
 
@@ -43,6 +43,7 @@ class Proposal(Protocol):
     """Of R lanes. Its memory: drawn [K, R] int64, logits [K, R, V] and confidence [K, R] fp32."""
 
     capturable: bool  # else it always runs eagerly
+    ranks: int  # that compute it together
     one_by_one: bool  # whether a place's graph is worth its own launch, because fewer may be wanted
     drawn: Tensor
     logits: Tensor
@@ -86,6 +87,7 @@ class Proposals:
 
     def __init__(self) -> None:
         self.captures = True  # False: every proposal runs eagerly
+        self.over_ranks = False  # True: those of several ranks are captured too, which no two GPUs have shown yet
         self._prepared: dict[int, Prepared] = {}  # by lanes
         self._memory: Any = None  # of all graphs: they run one after another
 
@@ -159,8 +161,11 @@ class Proposals:
             return
         for place in range(places):
             _made(one, law, kept.told, place)
-        if kept.graphs is None and self.captures and one.capturable and one.drawn.is_cuda:
+        if kept.graphs is None and self._captures(one) and one.drawn.is_cuda:
             kept.graphs = self._captured(one, law, kept.told)
+
+    def _captures(self, one: Proposal) -> bool:
+        return self.captures and one.capturable and (one.ranks == 1 or self.over_ranks)
 
     def _captured(self, one: Proposal, law: Law, told: Tensor) -> list[Any]:
         """Nothing runs. Threads that read experts go on using their own streams meanwhile."""

@@ -37,7 +37,7 @@ class DraftStep:
         self.drafter: Drafter = weakref.proxy(drafter)
         device, size = drafter.norm.device, drafter.size
         rows, one = lanes * size, drafter.blocks[0]
-        self.lanes = lanes
+        self.lanes, self.ranks = lanes, drafter.group.ranks
         self.drawn = torch.zeros(size, lanes, dtype=torch.int64, device=device)
         self.logits = torch.zeros(size, lanes, len(drafter.markov_head), device=device)
         self.confidence = torch.zeros(size, lanes, device=device)

@@ -61,10 +61,12 @@ class Row:
 @dataclass
 class DecodeSteps:
     """Of one model. Used by the engine's thread alone. `captures` False: every step runs eagerly; `everywhere`: also
-    where there are no kernels, for comparison."""
+    where there are no kernels, for comparison. `over_ranks`: those of several ranks are captured too, with their
+    collectives, which no two GPUs have shown yet; else their kernels are launched one by one."""
 
     captures: bool = True
     everywhere: bool = False
+    over_ranks: bool = False
     prepared: dict[int, Prepared] = field(default_factory=dict)  # by rows
     _scores: Tensor | None = None
     _memory: Any = None  # of all graphs: they run one after another
@@ -124,7 +126,9 @@ class DecodeSteps:
 
     def _capturable(self, model: "Glm53") -> bool:
         """Experts without a kernel are computed by looking at who wants them."""
-        return model.norm.is_cuda and self.by_kernels(model) and has_cuda_form(model.bank.record, model.numerics)
+        shown = model.group.ranks == 1 or self.over_ranks
+        known = has_cuda_form(model.bank.record, model.numerics)
+        return model.norm.is_cuda and self.by_kernels(model) and known and shown
 
     def _describe(self, made: Prepared, rows: list[Row], token_ids: Tensor) -> None:
         """Tells the device what the rows are, and what pages their lanes have where it does not know."""

@@ -44,6 +44,7 @@ class DraftStep(FusedStep):
         )
         assert one.indexer is not None, "this layer chooses for itself"
         self.drafter, self.indexer = self.model, one.indexer
+        self.ranks = drafter.group.ranks
         self.capturable = isinstance(drafter.block.mlp, Dense) or has_cuda_form(
             drafter.block.mlp.bank.record, drafter.numerics
         )
