@@ -121,7 +121,7 @@ def test_a_missing_rank_0_is_said(keys):
 
 
 def test_another_key_gets_nowhere_and_is_told_why(keys, tmp_path):
-    settings = make_settings(start_timeout_s=1.5)
+    settings = make_settings(start_timeout_s=3)
     foreign = load_keys(tmp_path / "other" / "curve.key", create=True)
     half = msgspec.structs.replace(foreign, leader=keys.leader)  # knows rank 0, is not on its list
     with closing(Leader(settings, keys)) as leader, ThreadPoolExecutor() as pool:
