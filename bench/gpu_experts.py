@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_kernels import CASES, EXPERTS, LIMIT, RECORD, SETS, TOP_K, activations, filled, picked
-from bench.gpu_timing import IN_GRAPH, spread, timed
+from bench.gpu_timing import IN_GRAPH, graph_of, spread, timed
 from bench.mxfp4_peers import Layer, Peer, found, layer_of
 from kernels import experts_chunk_triton, experts_triton
 from kernels.experts import decode
@@ -49,17 +49,6 @@ def why(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     last = (str(error).strip() or "no message").splitlines()[-1]
     return f"{type(error).__name__}: {last[:300]} ({Path(frame.filename).name}, line {frame.lineno})"
-
-
-def graph_of(work: Work, launches: int) -> torch.cuda.CUDAGraph:
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            work()
-    graph.replay()
-    return graph
 
 
 def in_turns(works: dict[str, Work], rounds: int, repeats: int, launches: int = IN_GRAPH) -> dict[str, list[float]]:

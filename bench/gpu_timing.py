@@ -34,6 +34,11 @@ def timed(replay: Callable[[], object], rounds: int, launches: int) -> float:
 
 def microseconds(work: Callable[[], object], rounds: int, launches: int = IN_GRAPH) -> float:
     """Microseconds of one launch, the median over replays of a graph of several."""
+    return timed(graph_of(work, launches).replay, rounds, launches)
+
+
+def graph_of(work: Callable[[], object], launches: int) -> torch.cuda.CUDAGraph:
+    """Of so many launches; it has run once."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -41,7 +46,7 @@ def microseconds(work: Callable[[], object], rounds: int, launches: int = IN_GRA
         for _ in range(launches):
             work()
     graph.replay()
-    return timed(graph.replay, rounds, launches)
+    return graph
 
 
 def eager(work: Callable[[], object], rounds: int) -> float:

@@ -28,7 +28,7 @@ from tided.control.lockstep import Follower, Leader, Solo
 from tided.engine.budget import nodes_of
 from tided.engine.build import OpenedModel, Rank, build_rank, draft_depths, open_model, open_source, scheduler_limits
 from tided.engine.core import Engine, FollowerEngine
-from tided.engine.dataplane import TorchGroup
+from tided.engine.dataplane import TorchGroup, refuse_one_shot
 from tided.engine.devices import allocating, refuse_shortage, use_device
 from tided.engine.facts import about, facts_of
 from tided.engine.flight import flight_path
@@ -205,6 +205,7 @@ def _warm(built: Rank, rank: int, loop: LoopSide, meanwhile: Callable[[], None] 
 def _group(settings: Settings, rank: int, loop: LoopSide) -> Iterator[tuple[Group, LinkSpeed | None]]:
     """Its link is measured before the model comes: what is slow then is the link."""
     if settings.parallel.ranks == 1:
+        refuse_one_shot(settings.parallel, settings.engine.device == "cuda")
         yield Alone(), None
         return
     with _phase("data plane", loop):

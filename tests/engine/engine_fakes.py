@@ -112,7 +112,7 @@ class FakeModel:
     def is_captured(self, rows):
         return False
 
-    def decode(self, lanes, token_ids):
+    def decode(self, lanes, token_ids, counts=None):
         self.calls.append(("decode", len(lanes)))
         return torch.stack([self._append(lane, token) for lane, token in zip(lanes, token_ids.tolist(), strict=True)])
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from msgspec.structs import replace
+from test_drafting import accepted
 
 from tests.bundled import Mini
-from tided.engine import drafting
 from tided.engine.build import build_rank, open_model
 from tided.engine.offline import first_pairs, settings_of
 from tided.engine.sampling import sample
@@ -137,7 +137,7 @@ def pairs(blocks: Blocks, accept: Accept) -> tuple[Counter, float]:
 
 
 def test_a_drafted_answer_follows_the_models_own_law(blocks):
-    seen, stayed = pairs(blocks, drafting.accepted)
+    seen, stayed = pairs(blocks, accepted)
     assert stayed > 0.2  # drafts did stay, and did fall
     assert stayed < 1.8
     assert not too_far(seen, expected(blocks))
@@ -160,7 +160,7 @@ def every_likely_draft(logits, drafts, request, first):
 
 def drawn_anew(logits, drafts, request, first):
     """Where a draft falls the target draws once more: with noise of its own instead of that which the draft fell by."""
-    tokens = drafting.accepted(logits, drafts, request, first)
+    tokens = accepted(logits, drafts, request, first)
     fell = len(tokens) - 1
     if fell < len(drafts):
         (tokens[fell],) = sample(logits[fell : fell + 1], [(request.sampling, first + 1000)])

@@ -9,6 +9,7 @@ from torch.distributed import HashStore
 
 from kernels.one_shot_triton import ADDED, LARGEST_BYTES, MOST_RANKS, STACKED
 from tests.control.conftest import make_settings
+from tided import boot
 from tided.control.messages import Step
 from tided.engine import dataplane, link_probe, one_shot, peer_memory
 from tided.engine.dataplane import TorchGroup, refuse_one_shot
@@ -22,6 +23,7 @@ from tided.settings import Parallel
     [
         (Parallel(ranks=2, one_shot=True), False, 'engine.device is not "cuda"'),
         (Parallel(ranks=2, one_shot=True, hosts=("192.0.2.1", "192.0.2.2")), True, "names 2 hosts"),
+        (Parallel(ranks=1, one_shot=True), True, "parallel.ranks is 1"),
         (Parallel(ranks=9, one_shot=True), True, "parallel.ranks is 9, above 8"),
     ],
 )
@@ -36,6 +38,11 @@ def test_ranks_of_one_host_may_ask_and_others_are_left_alone():
     refuse_one_shot(Parallel(ranks=2, hosts=("192.0.2.1", "192.0.2.2")), True)
     with pytest.raises(ConfigError, match="share one host"):
         TorchGroup(make_settings(2, one_shot=True), 0)
+    with (
+        pytest.raises(ConfigError, match=r"parallel\.one_shot is for"),
+        boot._group(make_settings(1, one_shot=True), 0, None),
+    ):
+        pass
 
 
 def a_rank(rank=0, ranks=2, word=0):
@@ -149,6 +156,53 @@ def test_a_step_that_went_without_a_peer_ends_by_it(group):
     group.one_shot._word[0] = 2
     with pytest.raises(PairError, match="in a collective"):
         rank.execute(Step(2, 0))
+
+
+class Missed(TorchGroup):
+    """Whose next collective is missed by rank 1; or who learns it as its device comes to rest."""
+
+    def __init__(self, group, later=False):
+        self.__dict__ = group.__dict__ | {"one_shot": a_rank()}
+        if not later:
+            self._combine = self._without
+
+    def _without(self, part, join):
+        self.one_shot._word[0] = 2
+        return part
+
+
+class Asked:
+    """Reads before use: one lane asked, and got what it asked for."""
+
+    asked, settled = True, False
+
+    def begin_step(self, lanes):
+        pass
+
+    def missing_here(self):
+        return [0]
+
+    def settle(self, told):
+        self.settled = True
+        return {}
+
+
+def test_what_ranks_told_without_a_peer_settles_nothing(group):
+    rank = executor()
+    rank._group, rank.urgent = Missed(group), Asked()
+    with pytest.raises(PairError, match="in a collective"):
+        rank.execute(Step(1, 0))
+    assert not rank.urgent.settled
+
+
+def test_a_context_that_lacks_a_peer_is_not_saved(group, monkeypatch):
+    """Nothing of a chunk is looked at: the launch that waited in vain may still be on its way."""
+    rank = executor()
+    rank._group, rank._device = Missed(group, later=True), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: rank._group.one_shot._word.fill_(2))
+    monkeypatch.setattr(rank, "_save", pytest.fail)
+    with pytest.raises(PairError, match="in a collective"):
+        rank.execute(Step(1, 0, save=[0]))
 
 
 def exchange(*offers, wait_s=5.0):

@@ -31,7 +31,7 @@ class Quick(FakeModel):
         self.calls.append(("prefill", len(token_ids)))
         return None if logits == "none" else self._logits(lane)
 
-    def decode(self, lanes, token_ids):
+    def decode(self, lanes, token_ids, counts=None):
         for lane, token in zip(lanes, token_ids.tolist(), strict=True):
             self._extend(lane, [token])
         return torch.cat([self._logits(lane) for lane in lanes])

@@ -6,9 +6,12 @@ from contextlib import closing
 import numpy as np
 import pytest
 from engine_fakes import EXPERTS, LAYERS, LIMITS, PAIRS, SWAPS, TOP_K, Bench, FakePilot, request
+from test_loops import chanting
 
 from tided.engine import motion
 from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S
+from tided.engine.fairness import Pace
+from tided.engine.sampling import sample
 from tided.engine.scheduler import Limits
 from tided.engine.types import Failed, Finished, Tokens
 from tided.errors import ContextOverflowError, PairError
@@ -473,27 +476,28 @@ def test_the_log_line_holds_no_token(caplog):
     assert str(request("a", prompt=20).prompt_ids)[1:-1] not in line
 
 
+@pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize(("captured", "begun"), [(False, 2), (True, 0)])
-def test_reads_begin_behind_a_launch_and_before_what_this_thread_computes(monkeypatch, captured, begun):
-    """A CPU computes on this thread: its disk would stand still for a step. A device has its work by then. What others
-    are shown of the change is made behind the launch too."""
-    bench = Bench()
-    bench.submit(request("a", prompt=3, max_tokens=40))
-    bench.turn(2)
-    executor = bench.engine.executor
+def test_reads_begin_behind_a_launch_and_before_what_this_thread_computes(monkeypatch, captured, begun, depth):
+    """A CPU computes on this thread: its disk would stand still for a step. A device has its work by then, the draw of
+    all lanes too. What others are shown of the change is made behind the launch as well."""
+    bench = chanting(monkeypatch, depth)
+    monkeypatch.setattr(Pace, "may_prefill", lambda *_: True)
+    bench.submit(request("a", max_tokens=40), request("b", max_tokens=40))
+    bench.turn(3)
+    executor, board = bench.engine.executor, bench.engine.board
     monkeypatch.setattr(executor.model, "is_captured", lambda rows: captured)
-    seen, drawn = [], []
-    real, drawn_by = executor.model.decode, executor._drawn
-    board = bench.engine.board
+    seen, drawn, real = [], [], executor.model.decode
+    rows = 2 * (1 + depth)
 
-    def looks(*given):
-        drawn.append((executor.residents.reading, len(board.loading)))
-        return drawn_by(*given)
+    def drawing(logits, laws):
+        seen.append((executor.residents.reading, len(laws)))
+        return lambda: drawn.append((executor.residents.reading, len(board.loading))) or sample(logits, laws)
 
     monkeypatch.setattr(
-        executor.model, "decode", lambda *given: seen.append(executor.residents.reading) or real(*given)
+        executor.model, "decode", lambda *given: seen.append((executor.residents.reading, rows)) or real(*given)
     )
-    monkeypatch.setattr(executor, "_drawn", looks)
+    monkeypatch.setattr("tided.engine.executor.drawing", drawing)
     bench.engine.motion.take_plan(SWAPS, "test")
     bench.turn()
-    assert (seen, drawn) == ([begun], [(2, 2)])
+    assert (seen, drawn) == ([(begun, rows)] * 2, [(2, 2)])

@@ -131,9 +131,9 @@ class Leader:
         self._send_to(connection, wire.encode(Refused(differences)))
 
     def ready(self, residents_digest: str, wait_s: float | None = None, meanwhile: Meanwhile = nothing) -> None:
-        """Waits until every rank has loaded, at most `wait_s` (None: the start's own limit) for each; `meanwhile` is
-        called all the time, and ends the wait by what it raises. Raises GuardError when one holds other residents than
-        rank 0."""
+        """Waits until every rank has loaded, at most `wait_s` (None: the start's own limit) for all together;
+        `meanwhile` is called all the time, and ends the wait by what it raises. Raises GuardError when one holds other
+        residents than rank 0."""
         limit_s = self._settings.parallel.start_timeout_s if wait_s is None else wait_s
         for connection, reply in self._replies(Ready, limit_s, meanwhile):
             if reply.residents_digest != residents_digest:

@@ -89,7 +89,7 @@ class TorchGroup:
                 self.one_shot = one_shot.opened(
                     self._store, rank, self.ranks, settings.parallel.start_timeout_s, patience_s
                 )
-            except UnavailableError:
+            except BaseException:
                 self.close()
                 raise
 
@@ -272,13 +272,16 @@ def refuse_one_shot(parallel: Parallel, on_cuda: bool) -> None:
     why = ""
     if not on_cuda:
         why = 'engine.device is not "cuda"'
+    elif parallel.ranks == 1:
+        why = "parallel.ranks is 1"
     elif not all_local(parallel):
         why = f"parallel.hosts names {len(set(parallel.hosts))} hosts"
     elif parallel.ranks > MOST_SHARING:
         why = f"parallel.ranks is {parallel.ranks}, above {MOST_SHARING}"
     if why:
         raise ConfigError(
-            f"parallel.one_shot is for CUDA ranks that share one host: {why}", hint="set parallel.one_shot to false"
+            f"parallel.one_shot is for CUDA ranks, at least two, that share one host: {why}",
+            hint="set parallel.one_shot to false",
         )
 
 

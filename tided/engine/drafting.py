@@ -7,15 +7,15 @@ drafter thinks, and a seeded answer is the same with drafts and without. How oft
 draws with shared noise are: see `tided.engine.sampling`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from tided.engine.draft_law import law_of
-from tided.engine.sampling import drawn_there, no_numbers, sample
-from tided.engine.types import Request, Sampling
+from tided.engine.sampling import drawn_there, no_numbers
+from tided.engine.types import Sampling
 from tided.errors import PairError
 from tided.models.proposals import Law
 
@@ -27,12 +27,11 @@ def block(token: int, drafts: Sequence[int], count: int) -> list[int]:
     return [token, *drafts[:count]]
 
 
-def accepted(logits: Tensor, drafts: Sequence[int], request: Request, first: int) -> list[int]:
-    """logits [1 + drafts, vocab], `first` the position of the token that the first row draws -> the tokens that come:
-    as many as are as drafted, and one more. A stop id is the last."""
-    sampled = sample(logits, [(request.sampling, first + row) for row in range(len(logits))])  # one look for all
-    as_drafted = (t == draft and t not in request.stop_ids for t, draft in zip(sampled[:-1], drafts, strict=True))
-    return sampled[: 1 + sum(takewhile(bool, as_drafted))]
+def accepted(drawn: Sequence[int], drafts: Sequence[int], stop_ids: Collection[int]) -> list[int]:
+    """`drawn` [1 + drafts], by the rows of the newest token and of each draft -> the tokens that come: as many as
+    are as drafted, and one more. A stop id is the last."""
+    as_drafted = (t == draft and t not in stop_ids for t, draft in zip(drawn[:-1], drafts, strict=True))
+    return list(drawn[: 1 + sum(takewhile(bool, as_drafted))])
 
 
 class Chooser:

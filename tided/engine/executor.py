@@ -77,6 +77,8 @@ class Executor:
             self._decode(step.work, outcome)
         self._group.check()
         self._settle(outcome)
+        if step.save:
+            self._arrived()
         for lane in step.save:
             if lane not in outcome.failed:
                 self._save(lane)
@@ -209,8 +211,16 @@ class Executor:
             return
         bits = [float(missing << self._group.rank) for missing in self.urgent.missing_here()]
         total = self._group.sum(torch.tensor(bits, dtype=torch.float32, device=self._device))
-        outcome.failed = self.urgent.settle([int(ranks) for ranks in total.tolist()])
+        told = [int(ranks) for ranks in total.tolist()]
+        self._group.check()  # a collective that waited in vain for a rank goes on with what is there
+        outcome.failed = self.urgent.settle(told)
         outcome.tokens = [(lane, token) for lane, token in outcome.tokens if lane not in outcome.failed]
+
+    def _arrived(self) -> None:
+        """Raises PairError where the step's work went without a rank: nothing of it is to be kept."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._group.check()
 
     def _begin(self, lanes: list[int]) -> None:
         if self.urgent is not None:
@@ -240,7 +250,7 @@ class Executor:
             logits = None if lane.logits is None else lane.logits.to(self._device)
         if logits is not None:
             self.sight.drop(lane.request.request_id)
-            self._draw([work.lane], logits, outcome)
+            self._draw(work.lane, logits, outcome)
             outcome.prompt_demand = self.tap.take(work.lane)
             self._propose([lane], work.propose, work.places)
 
@@ -272,37 +282,33 @@ class Executor:
     def _decode(self, work: Decode, outcome: Outcome) -> None:
         lanes = [self.lanes[index] for index in work.lanes]
         self._begin(work.lanes)
-        states = [lane.state for lane in lanes]
-        if not any(work.drafts):
-            logits = self.model.decode(states, self._ids([lane.token for lane in lanes]))
-            tokens = self._drawing(work.lanes, logits)
+        depths = work.drafts or [0] * len(lanes)
+        blocks = [drafting.block(lane.token, lane.drafts, depth) for lane, depth in zip(lanes, depths, strict=True)]
+        counts = [len(block) for block in blocks]
+        tokens = [token for block in blocks for token in block]
+        logits = self.model.decode([lane.state for lane in lanes], self._ids(tokens), counts)
+        drawing = self._drawing(work.lanes, logits, counts)  # of all lanes at once
+        if not any(depths):
             self.tap.add_up()  # behind the draw; with drafts, who says which rows count comes later
-            self._launched()
-            self._drawn(work.lanes, logits, tokens(), outcome)
-        else:
-            blocks = [
-                drafting.block(lane.token, lane.drafts, count) for lane, count in zip(lanes, work.drafts, strict=True)
-            ]
-            counts = [len(block) for block in blocks]
-            logits = self.model.decode(states, self._ids([token for block in blocks for token in block]), counts)
-            self._launched()
-            for index, block, rows in zip(work.lanes, blocks, torch.split(logits, counts), strict=True):
-                self._verify(index, block, rows, outcome)
+        self._launched()
+        drawn, first = drawing(), 0
+        for index, block in zip(work.lanes, blocks, strict=True):
+            if len(block) == 1:
+                self._take(index, logits[first : first + 1], drawn[first], outcome)
+            else:
+                self._verify(index, block, drawn[first : first + len(block)], outcome)
+            first += len(block)
         self._propose(lanes, work.propose, work.places)
 
     def _ids(self, tokens: list[int]) -> Tensor:
         """On the CPU, where a model looks at them too."""
         return torch.tensor(tokens, dtype=torch.int64)
 
-    def _verify(self, index: int, block: list[int], logits: Tensor, outcome: Outcome) -> None:
-        """logits [rows, vocab] of the lane's newest token and the drafts behind it. Drafts that are not what is drawn,
+    def _verify(self, index: int, block: list[int], drawn: list[int], outcome: Outcome) -> None:
+        """`drawn`: by the rows of the lane's newest token and the drafts behind it. Drafts that are not what is drawn,
         and all behind them, never came."""
-        if len(block) == 1:
-            self._draw([index], logits, outcome)
-            return
         lane = self.lanes[index]
-        first = lane.state.position - len(block) + 1
-        tokens = drafting.accepted(logits, block[1:], lane.request, first)
+        tokens = drafting.accepted(drawn, block[1:], lane.request.stop_ids)
         self.model.keep(lane.state, len(tokens))
         self.tap.keep(index, len(tokens))
         lane.token = tokens[-1]
@@ -327,29 +333,35 @@ class Executor:
                 lane.drafts, lane.sure = ids[: lane.draft_room], sure[: lane.draft_room]
         self.draft_s = time.perf_counter() - began_s if open_ else 0.0
 
-    def _draw(self, indices: list[int], logits: Tensor, outcome: Outcome) -> None:
-        """logits [R, vocab], a row for each lane of `indices`."""
-        self._drawn(indices, logits, self._drawing(indices, logits)(), outcome)
+    def _draw(self, index: int, logits: Tensor, outcome: Outcome) -> None:
+        """logits [1, vocab]"""
+        (token,) = self._drawing([index], logits, [1])()
+        self._take(index, logits, token, outcome)
 
-    def _drawing(self, indices: list[int], logits: Tensor) -> Callable[[], list[int]]:
-        """As `_draw`: a device begins with it, and the tokens are there when they are asked for."""
-        lanes = [self.lanes[index] for index in indices]
-        rows = [(lane.request.sampling, lane.state.position) for lane in lanes]
-        return drawing(self._shaped(indices, logits), rows)
+    def _take(self, index: int, logits: Tensor, token: int, outcome: Outcome) -> None:
+        """logits [1, vocab], as the model made them."""
+        lane = self.lanes[index]
+        lane.token = token
+        if lane.request.sampling.penalised:
+            lane.drawn.append(token)
+        if lane.request.logprobs is not None:
+            told = logprobs(logits, [token], lane.request.logprobs)
+            outcome.logprobs.setdefault(index, []).extend(told)
+        outcome.tokens.append((index, token))
 
-    def _drawn(self, indices: list[int], logits: Tensor, tokens: list[int], outcome: Outcome) -> None:
-        lanes = [self.lanes[index] for index in indices]
-        for number, (index, lane, token) in enumerate(zip(indices, lanes, tokens, strict=True)):
-            lane.token = token
-            if lane.request.sampling.penalised:
-                lane.drawn.append(token)
-            if lane.request.logprobs is not None:
-                told = logprobs(logits[number : number + 1], [token], lane.request.logprobs)
-                outcome.logprobs.setdefault(index, []).extend(told)
-        outcome.tokens += zip(indices, tokens, strict=True)
+    def _drawing(self, indices: list[int], logits: Tensor, counts: list[int]) -> Callable[[], list[int]]:
+        """logits [R, vocab], so many rows of each lane, whose contexts have them: a device begins to draw, and the
+        tokens [R] are there when they are asked for."""
+        rows = [
+            (lane.request.sampling, lane.state.position - count + 1 + row)
+            for lane, count in zip([self.lanes[index] for index in indices], counts, strict=True)
+            for row in range(count)
+        ]
+        return drawing(self._shaped(indices, logits, counts), rows)
 
-    def _shaped(self, indices: list[int], logits: Tensor) -> Tensor:
-        """logits [R, vocab], not changed -> [R, vocab]; the same tensor where no lane wants them otherwise."""
+    def _shaped(self, indices: list[int], logits: Tensor, counts: list[int]) -> Tensor:
+        """logits [R, vocab], not changed -> [R, vocab]; the same tensor where no lane wants them otherwise. A lane of
+        several rows does not (`Request.may_draft`)."""
         lanes = [self.lanes[index] for index in indices]
         wishes = [
             (asked := lane.asked, lane.state.position - len(asked.prompt_ids), self._masks.get(index))
@@ -357,13 +369,11 @@ class Executor:
         ]
         if all(as_made(*wish) for wish in wishes):
             return logits
-        drawn = [lane.drawn for lane in lanes]
-        return torch.stack(
-            [
-                shaped(row, asked, so_far, tokens, mask)
-                for row, so_far, (asked, tokens, mask) in zip(logits, drawn, wishes, strict=True)
-            ]
-        )
+        parts = [
+            rows if as_made(asked, so_far, mask) else shaped(rows[0], asked, lane.drawn, so_far, mask)[None]
+            for rows, lane, (asked, so_far, mask) in zip(torch.split(logits, counts), lanes, wishes, strict=True)
+        ]
+        return torch.cat(parts)
 
     def _digest(self) -> str:
         """Every token so far, the routable set and its slots as the tables hold them, reads under way, what was read

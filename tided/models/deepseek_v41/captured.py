@@ -156,6 +156,7 @@ class DecodeSteps:
                     asked[later] = model.engrams.ask_for(later, history)
         finally:
             made.copies.made()
+            made.step.waiting = None  # it holds its lanes, whose rings would stay when they close
         for rows in asked.values():
             rows.remember()
         logits = made.step.logits if captured is None else captured.logits
