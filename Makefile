@@ -8,6 +8,8 @@ PYTHON ?= python3
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # One arithmetic thread a process: ranks and test workers share cores.
 export OMP_NUM_THREADS := 1
+# Tests start hundreds of processes: what one has compiled, none compiles again, whatever the caller's environment says.
+unexport PYTHONDONTWRITEBYTECODE
 UV := $(BIN)/uv pip
 # Of a node: `make install PREFIX=/opt/tidelm`. DESTDIR is put before it where a package or an image is made.
 PREFIX ?= /opt/tidelm

@@ -26,12 +26,16 @@ def enable_compile(on: bool) -> None:
 
 
 def region(fn: Callable[..., T]) -> Callable[..., T]:
-    """Compiles `fn` when a training run asked for it."""
-    compiled: Callable[..., T] = torch.compile(fn, dynamic=False)
+    """Compiles `fn` when a training run asked for it, and not before: the compiler takes seconds to be imported. No
+    region calls another."""
+
+    @functools.cache
+    def compiled() -> Callable[..., T]:
+        return torch.compile(fn, dynamic=False)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> T:
-        return (compiled if _state["compile"] else fn)(*args, **kwargs)
+        return (compiled() if _state["compile"] else fn)(*args, **kwargs)
 
     return call
 

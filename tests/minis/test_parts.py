@@ -14,6 +14,7 @@ from minis.corpus import codechat, facts, lang, story, sums, tools
 from minis.corpus.words import Words
 from minis.dialogue import Dialogue
 from minis.encoding import ASSISTANT, EOS, render
+from minis.layers import enable_compile, region
 from minis.numerics import qdq8, qdq_mxfp4, round_e2m1
 from minis.prepare import ROW, pack
 from minis.sinkhorn import sinkhorn
@@ -120,3 +121,18 @@ def test_sinkhorn_gradient():
     torch.testing.assert_close(y, z)
     g = torch.randn_like(y)
     torch.testing.assert_close(*(torch.autograd.grad(v, x, g)[0] for v in (y, z)), atol=1e-5, rtol=1e-4)
+
+
+def test_a_region_is_compiled_once_and_not_before_it_is_asked_for(monkeypatch):
+    """What imports the model alone does not import a compiler, which takes seconds."""
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: asked.append((fn, options)) or (lambda x: fn(x) + 100))
+    double = region(lambda x: 2 * x)
+    assert (double(1), asked) == (2, [])
+    enable_compile(True)
+    try:
+        assert [double(1), double(2)] == [102, 104]
+    finally:
+        enable_compile(False)
+    assert [options for _, options in asked] == [{"dynamic": False}]
+    assert double(1) == 2
