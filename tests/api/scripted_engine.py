@@ -241,7 +241,7 @@ def gather(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return total
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Waits for a condition, with a deadline."""
     async with asyncio.timeout(seconds):
         while not condition():

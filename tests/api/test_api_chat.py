@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scripted_engine import STATS, data, gather, said, until
+from scripted_engine import STATS, data, events, gather, said, until
 
 from tided.engine.board import ExpertBoard
 from tided.engine.types import Finished, Started, Tokens
@@ -338,11 +338,13 @@ async def test_two_streams_at_once_do_not_mix(server, engine):
 
 
 async def test_keep_alive_comments_while_nothing_else_is_sent(server, engine):
-    task = asyncio.create_task(server.stream(said("hi")))
-    await until(lambda: bool(engine.answers))
-    await asyncio.sleep(0.7)  # the time that passes is what is tested
-    engine.answers[0].start().say("</think>x").finish()
-    sent = await task
+    text = ""
+    async with asyncio.timeout(30), server.post(said("hi", stream=True)) as response:
+        while text.count(": keep-alive") < 2:
+            text += (await response.content.readany()).decode()
+        engine.answers[0].start().say("</think>x").finish()
+        text += await response.text()
+    sent = events(text)
     assert sent[0] == ": ok\n\n"
     assert sent[1] == sent[2] == ": keep-alive\n\n"
     assert gather(data(sent))["content"] == "x"

@@ -1,5 +1,5 @@
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 
 import msgspec
@@ -55,6 +55,15 @@ def joined(ranks, keys, **parallel):
         yield leader, followers
 
 
+def let_in(leader, rank):
+    """Waits until the leader knows it."""
+    deadline_s = time.monotonic() + 20
+    while rank not in list(leader._rank_of.values()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    return True
+
+
 def test_every_rank_gets_the_session_and_the_residents(keys):
     with group(4, keys) as (leader, followers, pool):
         welcomes = [pool.submit(follower.join, FACTS) for follower in followers]
@@ -77,7 +86,7 @@ def test_a_difference_is_refused_with_field_and_both_values_on_both_sides(keys):
 def test_other_ranks_hear_that_one_was_refused(keys):
     with group(3, keys) as (leader, followers, pool):
         good = pool.submit(followers[0].join, FACTS)
-        bad = pool.submit(lambda: time.sleep(0.3) or followers[1].join({"engine.lanes": "9"}))
+        bad = pool.submit(lambda: let_in(leader, 1) and followers[1].join({"engine.lanes": "9"}))
         with pytest.raises(GuardError) as refusal:
             leader.gather(FACTS, RESIDENTS)
         leader.stop(str(refusal.value))
@@ -96,7 +105,7 @@ def test_a_rank_twice_and_a_rank_too_many_are_refused(keys):
             assert first.result(10).residents == RESIDENTS
             second, third = pool.submit(twin.join, FACTS), pool.submit(extra.join, FACTS)
             follower.ready("digest")
-            pool.submit(lambda: (time.sleep(0.5), follower.report(1, "a")))
+            pool.submit(lambda: (wait([second, third]), follower.report(1, "a")))
             leader.ready("digest")
             leader.compare(1, "a")  # newcomers are turned away meanwhile; the pair goes on
             for newcomer in (second, third):

@@ -93,7 +93,7 @@ class Running:
     def kill(self, rank, number):
         os.kill(self.pids[rank], number)
 
-    def ended(self, timeout_s=20):
+    def ended(self, timeout_s=60):
         """How the run ended; fails when it does not in time."""
         self.handle.process.wait(timeout_s)
         return supervisor.status(self.state_dir).last
@@ -137,7 +137,7 @@ def running(text: str, tmp_path: Path, ranks: int = 2, program=supervisor.DAEMON
         yield pair
 
 
-def until(condition, timeout_s=10.0):
+def until(condition, timeout_s=60.0):
     """Polls until the condition holds; fails when it never does."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

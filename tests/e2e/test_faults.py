@@ -16,7 +16,7 @@ from tests.daemon.helpers import Running, started, until, write_profile
 from tests.e2e.conftest import answer, ask, chunks, mini, post
 
 pytestmark = pytest.mark.xdist_group("faults")
-LIMIT_S = 5.0
+LIMIT_S = 20.0  # silence counts after 3 s, a step that does not end after 60; a busy machine takes its time
 
 
 class Site:

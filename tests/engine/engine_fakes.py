@@ -214,6 +214,9 @@ class FakeResidents:
         return f"{self.digest()} {self.ring} {self.under_way}"
 
 
+PATIENCE_S = 60  # with the other rank's thread
+
+
 class Wire:
     """Both ends of a link: steps cross it as msgpack, as they do between processes."""
 
@@ -230,7 +233,7 @@ class Wire:
 
     def send(self, step: Step) -> None:
         self.sent.append(step)
-        self.steps.put(msgspec.msgpack.encode(step), timeout=5)
+        self.steps.put(msgspec.msgpack.encode(step), timeout=PATIENCE_S)
 
     def receive(self, timeout_s: float) -> Step | Stop | None:
         try:
@@ -241,8 +244,8 @@ class Wire:
     def landed(self, tickets: list[int] | None = None, failed: list[int] = ()) -> list[int]:
         """A follower's word, or what rank 0 hears."""
         if tickets is not None:
-            self.tickets.put(tickets, timeout=5)
-            self.given_up.put(list(failed), timeout=5)
+            self.tickets.put(tickets, timeout=PATIENCE_S)
+            self.given_up.put(list(failed), timeout=PATIENCE_S)
             return []
         return heard(self.tickets)
 
@@ -252,7 +255,7 @@ class Wire:
     def recalled(self, *answer) -> list[Recalled]:
         """A follower's word, or what rank 0 hears."""
         if answer:
-            self.answers.put(Recalled(1, *answer), timeout=5)
+            self.answers.put(Recalled(1, *answer), timeout=PATIENCE_S)
             return []
         heard = []
         while not self.answers.empty():
@@ -260,16 +263,16 @@ class Wire:
         return heard
 
     def report(self, seq: int, digest: str) -> None:
-        self.digests.put((seq, digest), timeout=5)
+        self.digests.put((seq, digest), timeout=PATIENCE_S)
 
     def compare(self, seq: int, digest: str) -> dict[int, float]:
-        if self.digests.get(timeout=5) != (seq, digest):
+        if self.digests.get(timeout=PATIENCE_S) != (seq, digest):
             raise PairError(f"the ranks differ after step {seq}")
         self.compared += 1
         return {1: 0.25}
 
     def stop(self, reason: str) -> None:
-        self.steps.put(msgspec.msgpack.encode(Stop(reason)), timeout=5)
+        self.steps.put(msgspec.msgpack.encode(Stop(reason)), timeout=PATIENCE_S)
 
 
 def heard(from_: queue.Queue[list[int]]) -> list[int]:

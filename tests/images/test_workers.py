@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,22 +97,20 @@ def test_a_job_has_its_time(monkeypatch):
     assert not [found for found in pool._processes._running if found.poll() is None]
 
 
-def test_the_time_of_a_job_ends_with_it(monkeypatch):
-    """The next one's is its own, though both together take longer."""
-    pool = Workers(GEOMETRY, LIMITS, limit_s=4, workers=1)
-    program = """
-import time, tided.images.decode as d, tided.images.worker as w
-waits, plain = [1.5, 3.0], d.decode
-d.decode = lambda *job: (time.sleep(waits.pop(0)), plain(*job))[1]
-w.main()
-"""
-    with monkeypatch.context() as patched:
-        scripted(patched, program)
+def test_the_time_of_a_job_ends_with_it(monkeypatch, pool):
+    """The next one's is its own, though the process is the same."""
+    begun: list[threading.Timer] = []
+
+    class Timer(threading.Timer):
+        def start(self) -> None:
+            begun.append(self)
+            super().start()
+
+    monkeypatch.setattr("tided.processes.threading.Timer", Timer)
+    for jobs in (1, 2):
         assert pool.decode(lambda: SMALL).result(60).size == (84, 84)
-    first = process(pool)
-    assert pool.decode(lambda: SMALL).result(60).size == (84, 84)
-    assert process(pool) is first
-    pool.close()
+        assert [(timer.interval, timer.finished.is_set()) for timer in begun] == [(60, True)] * jobs
+    assert len(pool._processes._running) == 1
 
 
 def test_closing_ends_the_processes(pool):
