@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from tided.experts.tables import DemandTap, RoutingTables
 from tided.models.base import Draft
 from tided.models.deepseek_v41 import load
 from tided.models.deepseek_v41.config import Config, TextConfig
-from tided.models.deepseek_v41.drafter import Drafter, drafter_of
+from tided.models.deepseek_v41.drafter import Drafter, load_drafter
 from tided.models.deepseek_v41.names import expected_tensors
 from tided.models.deepseek_v41.step import Rotations
 
@@ -64,7 +65,10 @@ def block_drafter() -> tuple[Drafter, ContextShape]:
 
     pool = Pool(load._layout(t, NATIVE), 256, CUDA)
     head = weights.matrix("head.weight", rows=weights.cut(t.vocab_size))
-    made = drafter_of(experts(t), weights, t, pool, Rotations(t, CUDA), NATIVE, embed, head)
+    trunk: Any = SimpleNamespace(
+        pool=pool, rotations=Rotations(t, CUDA), numerics=NATIVE, group=group, embedded=embed, head=head
+    )
+    made = load_drafter(trunk, weights, t, experts(t))
     shape = load._context_shape(t, 2, NATIVE)
     rings = shape.layers + t.num_nextn_predict_layers
     return made, ContextShape(rings, shape.window, shape.head_dim, shape.tail_tokens, shape.pad_id, shape.dtype)

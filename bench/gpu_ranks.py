@@ -77,10 +77,10 @@ def agree(group: TorchGroup, model: Any, rows: int, context: int) -> tuple[bool,
     """Whether the ranks' logits are the same bits, and the collectives of a step."""
     at = prepared(model, rows, context)
     before, captures = group.calls, model.steps.captures
-    model.steps.captures, model.steps._prepared = False, {}
+    model.steps.captures, model.steps.prepared = False, {}
     logits = model.decode(at.lanes, at.ids)
     calls = group.calls - before
-    model.steps.captures, model.steps._prepared = captures, {}
+    model.steps.captures, model.steps.prepared = captures, {}
     own = logits.view(torch.int32).to(torch.int64).sum(1)
     whole = group.concat(own.view(1, -1)).view(RANKS, rows)
     for lane in at.lanes:

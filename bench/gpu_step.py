@@ -138,7 +138,7 @@ def prepared(model: DeepseekV41, rows: int, context: int) -> Prepared:
     for _ in range(3):
         model.decode(lanes, ids)  # eager and captured, then replays
     torch.cuda.synchronize()
-    return Prepared(lanes, ids, model.steps._prepared[rows])
+    return Prepared(lanes, ids, model.steps.prepared[rows])
 
 
 @dataclass(frozen=True)

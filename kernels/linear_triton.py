@@ -99,6 +99,74 @@ def _finish(acc, other, out, rows, outs, m, column, limit, there, ENDING: tl.con
         tl.store(at, value.to(tl.bfloat16), mask=there)
 
 
+@triton.jit
+def _tile(w, row, k, width, WHOLE: tl.constexpr):
+    """Weights [OUT, BK] of these rows and columns. WHOLE: no block of K reaches beyond the width."""
+    if WHOLE:
+        return tl.load(w + row * width + k[None, :])
+    else:
+        return tl.load(w + row * width + k[None, :], mask=(k < width)[None, :], other=0)
+
+
+@triton.jit
+def _walk(
+    x_at, w, scale, row, live, begin, end, width, second, second_scale,
+    M: tl.constexpr, BK: tl.constexpr, OUT: tl.constexpr, FP8: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """Blocks [begin, end) of K of a program's outputs, and where there is a PAIR of the second matrix' ->
+    two [OUT, M] fp32."""
+    acc, other = tl.zeros([OUT, M], tl.float32), tl.zeros([OUT, M], tl.float32)
+    if FP8:
+        k = begin * BK + tl.arange(0, BK)
+        power = _powers(scale, k, width)
+        if PAIR:
+            power2 = _powers(scale + second_scale, k, width)
+    for block in range(begin, end):
+        k = block * BK + tl.arange(0, BK)
+        acts = tl.load(x_at[None, :] + k[:, None], mask=live[None, :] & (k < width)[:, None], other=0.0)
+        tile = _tile(w, row, k, width, WHOLE)
+        if PAIR:
+            tile2 = _tile(w + second, row, k, width, WHOLE)
+        if FP8:
+            acc = _times(_bf16_of(tile, not INTERPRETED), _scaled(acts, power), acc)
+            power = _powers(scale, k + BK, width)  # of the next block, while this one is multiplied
+            if PAIR:
+                other = _times(_bf16_of(tile2, not INTERPRETED), _scaled(acts, power2), other)
+                power2 = _powers(scale + second_scale, k + BK, width)
+        else:
+            acc = _times(tile, acts, acc)
+            if PAIR:
+                other = _times(tile2, acts, other)
+    if FP8:
+        return acc * 18446744073709551616.0, other * 18446744073709551616.0
+    else:
+        return acc, other
+
+
+@triton.jit
+def _add_parts(
+    acc, other, parts, arrived, out, rows, outs, m, column, limit, there,
+    M: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr, ENDING: tl.constexpr,
+):  # fmt: skip
+    """Leaves this program's part, and adds all of them if it is the last, in their order."""
+    part = tl.program_id(1)
+    pair: tl.constexpr = 2 if ENDING == 4 else 1
+    at = parts + m[None, :] * outs + column[:, None]
+    one = rows * outs
+    tl.store(at + part * pair * one, acc, mask=there)
+    if ENDING == 4:
+        tl.store(at + (part * pair + 1) * one, other, mask=there)
+    tl.debug_barrier()  # all of this program's, before it is counted
+    if tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1:
+        acc, other = tl.zeros([OUT, M], tl.float32), tl.zeros([OUT, M], tl.float32)
+        for p in tl.static_range(SPLIT):
+            acc += tl.load(at + p * pair * one, mask=there, other=0.0, cache_modifier=".cg")
+            if ENDING == 4:
+                other += tl.load(at + (p * pair + 1) * one, mask=there, other=0.0, cache_modifier=".cg")
+        tl.store(arrived + tl.program_id(0), 0)
+        _finish(acc, other, out, rows, outs, m, column, limit, there, ENDING)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
     x, w, scale, out, parts, arrived, rows, width, scale_width, outs, group_outs, x_stride, second, second_scale, limit,
@@ -115,60 +183,18 @@ def _linear(
     row = tl.minimum(column, outs - 1)[:, None].to(tl.int64)
     m = tl.arange(0, M)
     live = m < rows
-    x_at = x + m * x_stride + (first // group_outs) * width
-    acc, other = tl.zeros([OUT, M], tl.float32), tl.zeros([OUT, M], tl.float32)
-    if FP8:
-        k = begin * BK + tl.arange(0, BK)
-        scale += (first // 32) * scale_width
-        power = _powers(scale, k, width)
-        if ENDING == 4:
-            power2 = _powers(scale + second_scale, k, width)
-    for block in range(begin, end):
-        k = block * BK + tl.arange(0, BK)
-        acts = tl.load(x_at[None, :] + k[:, None], mask=live[None, :] & (k < width)[:, None], other=0.0)
-        if WHOLE:
-            tile = tl.load(w + row * width + k[None, :])
-        else:
-            tile = tl.load(w + row * width + k[None, :], mask=(k < width)[None, :], other=0)
-        if ENDING == 4:
-            if WHOLE:
-                tile2 = tl.load(w + second + row * width + k[None, :])
-            else:
-                tile2 = tl.load(w + second + row * width + k[None, :], mask=(k < width)[None, :], other=0)
-        if FP8:
-            acc = _times(_bf16_of(tile, not INTERPRETED), _scaled(acts, power), acc)
-            power = _powers(scale, k + BK, width)  # of the next block, while this one is multiplied
-            if ENDING == 4:
-                other = _times(_bf16_of(tile2, not INTERPRETED), _scaled(acts, power2), other)
-                power2 = _powers(scale + second_scale, k + BK, width)
-        else:
-            acc = _times(tile, acts, acc)
-            if ENDING == 4:
-                other = _times(tile2, acts, other)
+    acc, other = _walk(
+        x + m * x_stride + (first // group_outs) * width, w, scale + (first // 32) * scale_width, row, live,
+        begin, end, width, second, second_scale, M, BK, OUT, FP8, WHOLE, ENDING == 4,
+    )  # fmt: skip
     place_next(CHAINED)
-    if FP8:
-        acc, other = acc * 18446744073709551616.0, other * 18446744073709551616.0
     there = live[None, :] & (column < outs)[:, None]
     if ENDING == 0:
         tl.store(out + (part * rows + m)[None, :] * outs + column[:, None], acc, mask=there)
     elif SPLIT == 1:
         _finish(acc, other, out, rows, outs, m, column, limit, there, ENDING)
     else:
-        pair: tl.constexpr = 2 if ENDING == 4 else 1
-        at = parts + m[None, :] * outs + column[:, None]
-        one = rows * outs
-        tl.store(at + part * pair * one, acc, mask=there)
-        if ENDING == 4:
-            tl.store(at + (part * pair + 1) * one, other, mask=there)
-        tl.debug_barrier()  # all of this program's, before it is counted
-        if tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1:
-            acc, other = tl.zeros([OUT, M], tl.float32), tl.zeros([OUT, M], tl.float32)
-            for p in tl.static_range(SPLIT):
-                acc += tl.load(at + p * pair * one, mask=there, other=0.0, cache_modifier=".cg")
-                if ENDING == 4:
-                    other += tl.load(at + (p * pair + 1) * one, mask=there, other=0.0, cache_modifier=".cg")
-            tl.store(arrived + tl.program_id(0), 0)
-            _finish(acc, other, out, rows, outs, m, column, limit, there, ENDING)
+        _add_parts(acc, other, parts, arrived, out, rows, outs, m, column, limit, there, M, OUT, SPLIT, ENDING)
 
 
 @lru_cache

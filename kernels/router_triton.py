@@ -105,9 +105,11 @@ def route(
     )  # fmt: skip
 
 
-def room(rows: int, top_k: int, device: torch.device) -> Routed:
+def room(*sizes: int, device: torch.device) -> Routed:
+    """Memory for picks of these sizes: [rows, top_k], or [layers, rows, top_k]."""
+
     def of(dtype: torch.dtype) -> Tensor:
-        return torch.empty(rows, top_k, dtype=dtype, device=device)
+        return torch.empty(sizes, dtype=dtype, device=device)
 
     return Routed(
         ids=of(torch.int64),

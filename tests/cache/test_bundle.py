@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tided.cache import bundle
 from tided.cache.bundle import Damaged
+from tided.files import TEMPORARY
 
 PARTS = {
     "windows": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16),
@@ -71,12 +72,17 @@ def test_a_file_is_written_and_read_a_piece_at_each_turn(tmp_path, monkeypatch, 
     """Between two pieces others have the disk; a piece is on it when its turn ends."""
     monkeypatch.setattr(bundle, "PIECE_BYTES", piece)
     path, encoded, sizes, synced = tmp_path / "x", bundle.encode("k", 12, ["a", "b"], PARTS), [], []
-    temporary = path.with_name(f".{path.name}.tmp")
-    monkeypatch.setattr(bundle.os, "fdatasync", lambda fd: synced.append(temporary.stat().st_size))
+
+    def size():
+        (temporary,) = tmp_path.iterdir()
+        assert TEMPORARY.fullmatch(temporary.name)
+        return temporary.stat().st_size
+
+    monkeypatch.setattr(bundle.os, "fdatasync", lambda fd: synced.append(size()))
 
     def turn(work):
         work()
-        sizes.append(temporary.stat().st_size)
+        sizes.append(size())
 
     bundle.write(path, encoded, turn)
     steps = [after - before for before, after in zip([0, *sizes], sizes, strict=False)]

@@ -18,6 +18,7 @@ from tided.cache import bundle
 from tided.cache.background import Background
 from tided.cache.chain import chain
 from tided.cache.prefix import PrefixCache
+from tided.files import temporary_of
 
 CHUNK, BIG = 4, 1 << 24
 
@@ -268,7 +269,7 @@ def test_a_write_that_ends_at_any_point_is_a_miss_and_no_more(tmp_path, backgrou
 
     def write(path, pieces, turn):
         if len(done) == point:
-            path.with_name(f".{path.name}.tmp").write_bytes(bytes(pieces[0]))
+            temporary_of(path).write_bytes(bytes(pieces[0]))
             raise KeyboardInterrupt  # not an error that the cache would clean up after
         done.append(path)
         real(path, pieces)

@@ -301,7 +301,7 @@ def case_router() -> None:
         score = torch.sqrt(torch.nn.functional.softplus(z))
         wanted = router.route(score, bias, routable, top_k, 1.5)
         slot_of = torch.where(routable, torch.arange(experts) + 100, -1).to(torch.int32)
-        out = router_triton.room(rows, top_k, DEVICE)
+        out = router_triton.room(rows, top_k, device=DEVICE)
         router_triton.route(there(split(z, 1)), there(bias), there(routable), there(slot_of), top_k, 1.5, out)
         first = out.wanted[1].tolist()
         assert first.index(1) < first.index(2), "of equals, not the lower first"

@@ -204,7 +204,7 @@ def case_router() -> None:
         routable = torch.rand(experts, generator=draw) < 0.8
         slot_of = torch.where(routable, torch.arange(experts) * 3, -1).to(torch.int32)
         wanted = router.route(torch.sigmoid(logits), bias, routable, top_k, 2.5)
-        got = router_triton.room(rows, top_k, DEVICE)
+        got = router_triton.room(rows, top_k, device=DEVICE)
         given = (there(one) for one in (logits.unsqueeze(0), bias, routable, slot_of))
         router_triton.route(*given, top_k, 2.5, got, sigmoid=True)
         assert torch.equal(got.wanted.cpu(), wanted.wanted)

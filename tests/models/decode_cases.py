@@ -212,7 +212,7 @@ def case_company() -> None:
         return logits
 
     whole = step(0, 1)
-    wanted = model.steps._prepared[2].step.inputs.routed.wanted.tolist()
+    wanted = model.steps.prepared[2].step.inputs.routed.wanted.tolist()
     waiting = Waiting(bank, exact_lane=1)
     object.__setattr__(bank, "urgent", waiting)
     assert torch.equal(step(0, 1), whole), "where nobody misses anything, a step that may wait is another"
@@ -278,9 +278,9 @@ def case_captured() -> None:
         bank.urgent.active, ids = active, tokens(4)
         wanted, got = eager.decode(own, ids), captured.decode(contexts, ids)
         assert error(got, wanted.cpu()) < 2 * NEAR, "logits of another step"
-    graphs = [made.captured for made in captured.steps._prepared.values()]
+    graphs = [made.captured for made in captured.steps.prepared.values()]
     assert all(graphs), "a number of rows was never captured"
-    print(f"  row counts in graphs: {list(captured.steps._prepared)}, pieces: {len(graphs[0].pieces)}")
+    print(f"  row counts in graphs: {list(captured.steps.prepared)}, pieces: {len(graphs[0].pieces)}")
 
 
 CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}

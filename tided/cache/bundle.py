@@ -19,6 +19,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from tided import files
+
 MAGIC = b"TIDECTX1"
 ALIGN = 64
 START = 40
@@ -129,17 +131,10 @@ def read_head(data: bytearray, key: str, whole: int | None = None) -> tuple[Head
 
 def write(path: Path, pieces: list[memoryview], turn: Turn = at_once) -> None:
     """Whole or not at all, 0600; PIECE_BYTES on the disk at each `turn`. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(fd, "wb", buffering=0) as file:
-            for piece in _cut(pieces):
-                turn(partial(_write_down, file.fileno(), piece))
-            turn(partial(os.fsync, file.fileno()))
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with files.whole(path, files.PRIVATE, durable=False) as file:  # durable in a turn of its own
+        for piece in _cut(pieces):
+            turn(partial(_write_down, file.fileno(), piece))
+        turn(partial(os.fsync, file.fileno()))
 
 
 def read(path: Path, key: str, turn: Turn = at_once) -> tuple[Head, dict[str, Tensor]]:

@@ -1,16 +1,20 @@
 """What every model whose contexts lie in the paged pool does with them: the part of `tided.models.base.Model` that is
 no mathematics."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from tided.cache.context import Context, ContextShape
 from tided.cache.pool import PAGE_TOKENS, Pool
 from tided.errors import ContextOverflowError
 from tided.models.base import LaneState
+from tided.models.prepared import FixedSteps
+from tided.models.runs import runs
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,26 @@ class Shape:
     eos_id: int
 
 
-class PagedLanes:
+class Drafts(Protocol):
+    @property
+    def size(self) -> int: ...  # most tokens of a proposal
+
+
+class PagedLanes(ABC):
     """For a model that has these. Owned by the engine's thread."""
 
     pool: Pool
     context_shape: ContextShape
     context_tokens: int  # most tokens of one lane
     norm: Tensor  # lies where contexts do
+    steps: FixedSteps[Any]  # where kernels serve the device
+    drafter: Drafts | None
     drafts_one_by_one: ClassVar[bool] = False
+
+    @property
+    def context_pages(self) -> int:
+        """Most pages of one lane."""
+        return min(self.pool.pages, -(-self.context_tokens // PAGE_TOKENS))
 
     def open_lane(self, index: int) -> Context:
         context = Context(index, self.context_shape, self.norm.device)
@@ -43,6 +59,32 @@ class PagedLanes:
 
     def close_lane(self, lane: LaneState) -> None:
         self.pool.release(context_of(lane))
+
+    def is_captured(self, rows: int) -> bool:
+        return self.steps.has_captured(rows)
+
+    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """See `Model`. Taken in runs of at most ROWS rows: within them kernels compute row by row."""
+        contexts, counts = [context_of(lane) for lane in lanes], counts or [1] * len(lanes)
+        self.make_room(contexts, counts)
+        for context, count in zip(contexts, counts, strict=True):
+            if count > 1:
+                context.begin_block(count)
+        parts, first, all_runs = [], 0, list(runs(counts))
+        for part in all_runs:
+            end = first + sum(counts[part])
+            parts.append(self.step(contexts[part], counts[part], token_ids[first:end], len(all_runs) == 1))
+            first = end
+        return torch.cat(parts)  # outside inference mode: an ordinary tensor
+
+    @abstractmethod
+    def step(self, contexts: list[Context], counts: Sequence[int], token_ids: Tensor, alone: bool) -> Tensor:
+        """One run of `decode`, of lanes whose pages are there -> logits [R, V]. Moves the lanes on. `alone`: nothing is
+        computed before these are used."""
+
+    @property
+    def draft_tokens(self) -> int:
+        return 0 if self.drafter is None else self.drafter.size
 
     def keep(self, lane: LaneState, rows: int) -> None:
         """See `Model`."""

@@ -5,8 +5,9 @@ A `Proposal` has a fixed shape: what changes is told to memory of fixed address,
 of a kind runs eagerly and compiles what it needs; then the same code is captured, which runs nothing. A choice can be
 part of a graph where it says how (`Lawful`); any other is made by the eager form."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from tided.cache.context import Context
 from tided.models.base import Choose, Draft
 from tided.models.copies import Copies
+from tided.models.graphs import Graphs
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Proposals:
         self.captures = True  # False: every proposal runs eagerly
         self.over_ranks = False  # True: those of several ranks are captured too, which no two GPUs have shown yet
         self._prepared: dict[int, Prepared] = {}  # by lanes
-        self._memory: Any = None  # of all graphs: they run one after another
+        self._graphs = Graphs()
 
     @torch.inference_mode()
     def run(
@@ -159,8 +161,7 @@ class Proposals:
             for graph in kept.graphs[: places if one.one_by_one else 1]:
                 graph.replay()
             return
-        for place in range(places):
-            _made(one, law, kept.told, place)
+        _make(one, law, kept.told, range(places))
         if kept.graphs is None and self._captures(one) and one.drawn.is_cuda:
             kept.graphs = self._captured(one, law, kept.told)
 
@@ -168,20 +169,13 @@ class Proposals:
         return self.captures and one.capturable and (one.ranks == 1 or self.over_ranks)
 
     def _captured(self, one: Proposal, law: Law, told: Tensor) -> list[Any]:
-        """Nothing runs. Threads that read experts go on using their own streams meanwhile."""
         every = range(len(one.drawn))
-        graphs = []
-        for group in [[place] for place in every] if one.one_by_one else [every]:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                for place in group:
-                    _made(one, law, told, place)
-            self._memory = self._memory or graph.pool()
-            graphs.append(graph)
-        return graphs
+        groups = [[place] for place in every] if one.one_by_one else [every]
+        return [self._graphs.capture(partial(_make, one, law, told, group))[0] for group in groups]
 
 
-def _made(one: Proposal, law: Law, told: Tensor, place: int) -> None:
-    one.offer(place)
-    one.drawn[place].copy_(law.drawn(one.logits[place], told[place]))
-    one.settle(place)
+def _make(one: Proposal, law: Law, told: Tensor, places: Iterable[int]) -> None:
+    for place in places:
+        one.offer(place)
+        one.drawn[place].copy_(law.drawn(one.logits[place], told[place]))
+        one.settle(place)

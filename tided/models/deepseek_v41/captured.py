@@ -1,10 +1,9 @@
 """Decode steps as CUDA graphs: one for each number of rows, in as many pieces as there are places where Engram rows
 must have come from the disk.
 
-The first step of a number of rows runs eagerly: it is a real step, and it compiles the kernels. Then the same code is
-captured, which runs nothing. (`engine.warming` has it done before a rank serves.) From then on a step is: a copy
-of what its rows are (positions, and the addresses of their lanes' memory), the pieces, and the logits. Whatever else
-changes between steps is read where it lies: routing tables and expert slots, pages, rings. The host reads nothing.
+Once a number of rows is captured (`models.prepared`; `engine.warming` has it done before a rank serves) a step is: a
+copy of what its rows are (positions, and the addresses of their lanes' memory), the pieces, and the logits. Whatever
+else changes between steps is read where it lies: routing tables and expert slots, pages, rings. The host reads nothing.
 
 The device has no work while the host makes a step of the tokens that it has just read. So before the first piece is
 launched nothing is done but to write what the rows are, where the graph itself copies it from; all else is done beside
@@ -28,6 +27,7 @@ from kernels.linear import Fp8Matrix
 from kernels.rows import ROWS
 from tided.cache.context import Context, Remainder
 from tided.experts.tables import Together
+from tided.models import prepared
 from tided.models.copies import Copies
 from tided.models.deepseek_v41.engram_rows import Asked
 from tided.models.deepseek_v41.step import Pass, Span
@@ -91,31 +91,19 @@ class Captured:
 
 
 @dataclass
-class Prepared:
-    """A number of rows: the step, its inputs on the host, and its graphs once they are captured."""
+class Prepared(prepared.Prepared["DecodeStep", Captured]):
+    """And the inputs on the host, which the step copies."""
 
-    step: "DecodeStep"
     meta: NDArray[np.int64]
     engram: dict[int, NDArray[np.uint8]]
-    wish: Together  # where the step leaves what its rows wanted
-    copies: Copies
-    captured: Captured | None = None
 
 
-class DecodeSteps:
-    """Of one model. Used by the engine's thread alone."""
-
+class DecodeSteps(prepared.FixedSteps[Prepared]):
     def __init__(self) -> None:
-        self.captures = True  # False: every step runs eagerly
+        super().__init__()
         self._known: bool | None = None  # whether kernels know the model's shape; None: nobody has asked
-        self._prepared: dict[int, Prepared] = {}
         self._recent: WeakKeyDictionary[Context, Recent] = WeakKeyDictionary()
         self._scratch: Scratch | None = None
-        self._memory: Any = None  # of all graphs: they run one after another
-
-    def has_captured(self, rows: int) -> bool:
-        made = self._prepared.get(rows)
-        return made is not None and made.captured is not None
 
     def serve(self, model: "DeepseekV41", rows: int) -> bool:
         """Whether steps of so many rows are computed here: weights that only kernels read, a shape that they know."""
@@ -128,12 +116,13 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def run(
-        self, model: "DeepseekV41", contexts: list[Context], counts: Sequence[int], tokens: list[int], alone: bool
+        self, model: "DeepseekV41", contexts: list[Context], counts: Sequence[int], token_ids: Tensor, alone: bool
     ) -> Tensor:
-        """tokens [R], the lanes' next ones, whose pages are there -> logits [R, V]. Moves the lanes on. `alone`:
+        """token_ids [R] of the lanes' next ones, whose pages are there -> logits [R, V]. Moves the lanes on. `alone`:
         the logits are the next step's to write over. Else other rows follow before these are used and their demand is
         added up, so both are copied."""
-        made = self._prepared.get(len(tokens)) or self._prepare(model, len(tokens))
+        tokens: list[int] = token_ids.tolist()
+        made = self.prepared.get(len(tokens)) or self._prepare(model, len(tokens))
         bank = model.blocks[0].moe.bank
         waits = bank.urgent is not None and bank.urgent.active
         if alone:
@@ -162,11 +151,8 @@ class DecodeSteps:
         logits = made.step.logits if captured is None else captured.logits
         assert logits is not None
         if not waits:
-            wish = made.wish._replace(lanes=tuple(span.lane.index for span in step.spans))
-            bank.tap.record_step(wish if alone else wish.copied())
-            if made.captured is None and self.captures and logits.is_cuda:
-                made.captured = self._capture(made.step)
-                made.wish = made.wish._replace(standing=bank.tap.standing(made.wish))
+            capture = self._capture if self.captures and logits.is_cuda else None
+            made.recorded(bank.tap, (span.lane for span in step.spans), alone, capture)
         for span in step.spans:
             left = self._recent[span.lane].open_groups(span.end)
             if span.after is not None:
@@ -191,28 +177,17 @@ class DecodeSteps:
         made.meta[:] = fields
 
     def _prepare(self, model: "DeepseekV41", rows: int) -> Prepared:
-        from kernels.router_triton import Routed  # a compiler, which a CPU need not have
+        from kernels.router_triton import room  # a compiler, which a CPU need not have
         from tided.models.deepseek_v41.decode import DecodeStep, Inputs
 
         device, on_cuda = model.norm.device, model.norm.is_cuda
         layers, moe = len(model.blocks), model.blocks[0].moe
         shape = model.context_shape
 
-        def of(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(layers, rows, moe.top_k, dtype=dtype, device=device)
-
         def host(*sizes: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(sizes, dtype=dtype, pin_memory=on_cuda)
 
-        routed = Routed(
-            ids=of(torch.int64),
-            weights=of(torch.float32),
-            slots=of(torch.int32),
-            wanted=of(torch.int64),
-            wanted_scores=of(torch.float32),
-            wanted_weights=of(torch.float32),
-            missed=of(torch.bool),
-        )
+        routed = room(layers, rows, moe.top_k, device=device)
         on_host = {
             layer: host(rows, part.hashing.primes.size, part.table.row_bytes, dtype=torch.uint8)
             for layer, part in model.engrams.layers.items()
@@ -231,24 +206,20 @@ class DecodeSteps:
         wish = (routed.wanted, routed.wanted_scores, routed.wanted_weights, routed.missed)
         made = Prepared(
             DecodeStep(model, inputs, self._scratch),
-            meta.numpy(),
-            {layer: memory.numpy() for layer, memory in on_host.items()},
             Together(numbers, inputs.meta[:, LANE], *wish, None),
             Copies(device),
+            meta.numpy(),
+            {layer: memory.numpy() for layer, memory in on_host.items()},
         )
-        self._prepared[rows] = made
+        self.prepared[rows] = made
         return made
 
     def _capture(self, step: "DecodeStep") -> Captured:
-        """Nothing runs. Threads that read experts go on using their own streams meanwhile."""
         pieces: list[tuple[Any, int | None]] = []
         parts = step.parts()
         layer: int | None = -1
         while layer is not None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                layer = next(parts, None)
-            self._memory = self._memory or graph.pool()
+            graph, layer = self.graphs.capture(lambda: next(parts, None))
             pieces.append((graph, layer))
         assert step.logits is not None
         return Captured(pieces, step.logits)

@@ -114,7 +114,7 @@ class DraftStep:
     def _moe(self, one: Moe, mixed: Mixed) -> Tensor:
         """-> [R * K, D] fp32, this rank's part. All experts are here, and nobody's demand is recorded."""
         bank, x = one.bank, mixed.rounded
-        routed = router.room(len(x), one.top_k, x.device)
+        routed = router.room(len(x), one.top_k, device=x.device)
         tables = bank.tables.routable[one.layer], bank.tables.slot_of[one.layer]
         router.route(_in_parts(mixed.x, one.gate), one.bias, *tables, one.top_k, one.route_scale, routed)
         work = (x, bank.slots, bank.plain_record, routed.slots, routed.weights, one.limit)

@@ -12,6 +12,7 @@ a context keeps them too.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -38,6 +39,9 @@ from tided.models.deepseek_v41.weights import Weights
 from tided.models.own_experts import resident_bank
 from tided.models.parallel import Group
 from tided.models.proposals import Lawful, Proposals
+
+if TYPE_CHECKING:
+    from tided.models.deepseek_v41.model import DeepseekV41
 
 # Bytes of an element in memory, as `Weights` keeps them: of what is not named 4.
 HELD = {"F8_E8M0": 0}
@@ -133,32 +137,8 @@ class Drafter:
         return Draft(torch.stack(ids, 1), torch.stack(logits, 1), torch.cat(sure, 1))
 
 
-def load_drafter(
-    checkpoint: Checkpoint,
-    weights: Weights,
-    t: TextConfig,
-    pool: Pool,
-    rotations: Rotations,
-    numerics: Numerics,
-    embed: Callable[[Tensor], Tensor],
-    output_head: Tensor,
-) -> Drafter:
-    """`weights` at the root. The experts of its blocks are read into memory of their own, and never counted."""
-    bank = _bank(checkpoint, t, weights.group, weights.device)
-    return drafter_of(bank, weights, t, pool, rotations, numerics, embed, output_head)
-
-
-def drafter_of(
-    bank: ExpertBank,
-    weights: Weights,
-    t: TextConfig,
-    pool: Pool,
-    rotations: Rotations,
-    numerics: Numerics,
-    embed: Callable[[Tensor], Tensor],
-    output_head: Tensor,
-) -> Drafter:
-    """`load_drafter` with these experts."""
+def load_drafter(trunk: "DeepseekV41", weights: Weights, t: TextConfig, bank: ExpertBank) -> Drafter:
+    """`weights` at the root; `bank` holds the experts of its blocks. All else is the trunk's own."""
     first, last = weights.under("mtp.0"), weights.under(f"mtp.{t.num_nextn_predict_layers - 1}")
     return Drafter(
         t.dspark_block_size,
@@ -166,7 +146,7 @@ def drafter_of(
         main_proj=first.fp8("main_proj"),
         main_norm=first.plain("main_norm.weight"),
         blocks=tuple(
-            _load_block(weights, t, block, pool, rotations, bank, numerics)
+            _load_block(weights, t, block, trunk.pool, trunk.rotations, bank, trunk.numerics)
             for block in range(t.num_nextn_predict_layers)
         ),
         norm=last.plain("norm.weight"),
@@ -174,16 +154,16 @@ def drafter_of(
         markov_embed=last.plain("markov_head.embed.weight"),
         markov_head=last.matrix("markov_head.head.weight"),
         confidence=last.plain("confidence_head.proj.weight"),
-        embed=embed,
-        head=output_head,
-        rotations=rotations,
-        group=weights.group,
-        numerics=numerics,
+        embed=trunk.embedded,
+        head=trunk.head,
+        rotations=trunk.rotations,
+        group=trunk.group,
+        numerics=trunk.numerics,
     )
 
 
 def drafter_bytes(t: TextConfig, inventory: Inventory, ranks: int, packed: bool) -> int:
-    """Of one rank's drafter and its experts: what `load_drafter` allocates of the tensors of `inventory`."""
+    """Of one rank's drafter and its experts: what loading it allocates of the tensors of `inventory`."""
     record = ExpertRecord(t.hidden_size, t.moe_intermediate_size, ranks)
     total = t.num_nextn_predict_layers * t.dspark_n_routed_experts * record.slot_bytes
     for name, spec in inventory.items():
@@ -194,7 +174,8 @@ def drafter_bytes(t: TextConfig, inventory: Inventory, ranks: int, packed: bool)
     return total
 
 
-def _bank(checkpoint: Checkpoint, t: TextConfig, group: Group, device: torch.device) -> ExpertBank:
+def drafter_bank(checkpoint: Checkpoint, t: TextConfig, group: Group, device: torch.device) -> ExpertBank:
+    """The experts of its blocks, read into memory of their own, and never counted."""
     record = ExpertRecord(t.hidden_size, t.moe_intermediate_size, group.ranks)
     source = CheckpointSource(
         checkpoint, lambda block, expert: expert_names(f"mtp.{block}", expert), record, group.rank

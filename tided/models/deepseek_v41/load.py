@@ -15,7 +15,7 @@ from tided.models.deepseek_v41.attention import load_attention
 from tided.models.deepseek_v41.block import Block, load_hyper_connection
 from tided.models.deepseek_v41.captured import DecodeSteps
 from tided.models.deepseek_v41.config import Config, TextConfig, read_config
-from tided.models.deepseek_v41.drafter import drafter_bytes, load_drafter
+from tided.models.deepseek_v41.drafter import drafter_bank, drafter_bytes, load_drafter
 from tided.models.deepseek_v41.engram import load_engrams
 from tided.models.deepseek_v41.model import DeepseekV41
 from tided.models.deepseek_v41.moe import load_moe
@@ -109,9 +109,7 @@ def with_drafter(model: DeepseekV41, checkpoint: Checkpoint, device: torch.devic
     _require_drafter(t)
     packed, shape = model.numerics is NATIVE and has_kernels(device), model.context_shape
     weights = Weights(checkpoint, model.group, device, packed)
-    drafter = load_drafter(
-        checkpoint, weights, t, model.pool, model.rotations, model.numerics, model.embedded, model.head
-    )
+    drafter = load_drafter(model, weights, t, drafter_bank(checkpoint, t, model.group, device))
     checkpoint.unmap()
     return replace(
         model,

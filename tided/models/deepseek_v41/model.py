@@ -23,7 +23,6 @@ from tided.models.deepseek_v41.step import Pass, Rotations
 from tided.models.deepseek_v41.vision import Vision
 from tided.models.paged import PagedLanes, Shape, context_of
 from tided.models.parallel import Group
-from tided.models.runs import runs
 
 
 @dataclass(frozen=True)
@@ -86,31 +85,10 @@ class DeepseekV41(PagedLanes):
             raise ConfigError("this model was loaded without its vision tower", hint="set rank in [vision]")
         return self.vision.see(Size(height, width), pixels)
 
-    def is_captured(self, rows: int) -> bool:
-        return self.steps.has_captured(rows)
-
-    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """See `Model`. Taken in runs of at most ROWS rows: within them kernels compute row by row."""
-        contexts, counts = [context_of(lane) for lane in lanes], counts or [1] * len(lanes)
-        self.make_room(contexts, counts)
-        for context, count in zip(contexts, counts, strict=True):
-            if count > 1:
-                context.begin_block(count)
-        parts, first, all_runs, tokens = [], 0, list(runs(counts)), token_ids.tolist()
-        for part in all_runs:
-            count = sum(counts[part])
-            if self.steps.serve(self, count):
-                own = tokens[first : first + count]
-                parts.append(self.steps.run(self, contexts[part], counts[part], own, len(all_runs) == 1))
-            else:
-                step = self.rotations.rows(contexts[part], counts[part])
-                parts.append(self.logits(self.run(step, token_ids[first : first + count], bounded=False)))
-            first += count
-        return torch.cat(parts)  # outside inference mode: an ordinary tensor
-
-    @property
-    def draft_tokens(self) -> int:
-        return 0 if self.drafter is None else self.drafter.size
+    def step(self, contexts: list[Context], counts: Sequence[int], token_ids: Tensor, alone: bool) -> Tensor:
+        if self.steps.serve(self, len(token_ids)):
+            return self.steps.run(self, contexts, counts, token_ids, alone)
+        return self.logits(self.run(self.rotations.rows(contexts, counts), token_ids, bounded=False))
 
     def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose, places: int = 0) -> Draft:
         """What may follow anchors [R] int64, the tokens that come after the contexts. Changes nothing. Always a whole

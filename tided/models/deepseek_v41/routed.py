@@ -64,7 +64,7 @@ def _routed(moe: Moe, step: Pass, parts: Tensor) -> tuple[router.Routed, Serving
 
 def _chosen(moe: Moe, step: Pass, parts: Tensor, allowed: Tensor) -> router.Routed:
     """allowed [E] or [T, E] bool: which experts rows may use."""
-    out = router.room(parts.shape[1], moe.top_k, parts.device)
+    out = router.room(parts.shape[1], moe.top_k, device=parts.device)
     slot_of = moe.bank.tables.slot_of[moe.layer]
     router.route(parts, moe.bias_of(step), allowed, slot_of, moe.top_k, moe.route_scale, out)
     return out

@@ -1,14 +1,13 @@
 """Decode steps as CUDA graphs, one for each number of rows, at most ROWS of them.
 
-The first step of a number of rows runs eagerly: it is a real step, and it compiles the kernels. Then the same code is
-captured, which runs nothing, so no warm-up serves nobody and none leaves demand behind. From then on a step is: a copy
-of what its rows are, their lanes' page tables where these have changed, the graph, and the logits. Whatever else
-changes between steps is read where it lies: routing tables and expert slots, pages. The host reads nothing.
+Once a number of rows is captured (`models.prepared`) a step is: a copy of what its rows are, their lanes' page tables
+where these have changed, the graph, and the logits. Whatever else changes between steps is read where it lies: routing
+tables and expert slots, pages. The host reads nothing.
 
 A step that may wait for experts runs eagerly, by the same code but for the experts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,10 @@ from kernels.rows import ROWS
 from tided.cache.context import After, Context
 from tided.cache.pool import PAGE_TOKENS
 from tided.experts.tables import Together
+from tided.models import prepared
 from tided.models.copies import Copies
-from tided.models.glm53.decode import FIELDS, FIRST_ROW, LANE, POSITION, TOKEN, DecodeStep, Inputs, Wishes
+from tided.models.glm53.decode import FIELDS, FIRST_ROW, LANE, POSITION, TOKEN, DecodeStep, Inputs, inputs_of
+from tided.models.glm53.page_tables import PageTables
 from tided.models.glm53.step import Pass
 
 if TYPE_CHECKING:
@@ -39,16 +40,11 @@ class Captured:
 
 
 @dataclass
-class Prepared:
-    """A number of rows: the step, its inputs on the host, whose page table each row has, and its graph."""
+class Prepared(prepared.Prepared[DecodeStep, Captured]):
+    """And what the rows are, on the host, and their page tables."""
 
-    step: DecodeStep
     meta: Tensor
-    tables: Tensor
-    wish: Together  # where the step leaves what its rows wanted
-    copies: Copies
-    told: list[Tensor | None]
-    captured: Captured | None = None
+    tables: PageTables
 
 
 @dataclass(frozen=True)
@@ -58,22 +54,14 @@ class Row:
     first: int  # the lane's first row of this step
 
 
-@dataclass
-class DecodeSteps:
-    """Of one model. Used by the engine's thread alone. `captures` False: every step runs eagerly; `everywhere`: also
-    where there are no kernels, for comparison. `over_ranks`: those of several ranks are captured too, with their
-    collectives, which no two GPUs have shown yet; else their kernels are launched one by one."""
+class DecodeSteps(prepared.FixedSteps[Prepared]):
+    """`everywhere`: also where there are no kernels, for comparison. `over_ranks`: those of several ranks are captured
+    too, with their collectives, which no two GPUs have shown yet; else their kernels are launched one by one."""
 
-    captures: bool = True
-    everywhere: bool = False
-    over_ranks: bool = False
-    prepared: dict[int, Prepared] = field(default_factory=dict)  # by rows
-    _scores: Tensor | None = None
-    _memory: Any = None  # of all graphs: they run one after another
-
-    def has_captured(self, rows: int) -> bool:
-        made = self.prepared.get(rows)
-        return made is not None and made.captured is not None
+    def __init__(self) -> None:
+        super().__init__()
+        self.everywhere = self.over_ranks = False
+        self._scores: Tensor | None = None
 
     def serve(self, model: "Glm53", rows: int) -> bool:
         """Whether steps of so many rows are computed here."""
@@ -116,11 +104,8 @@ class DecodeSteps:
         if model.drafter is not None:
             _remember(rows, states)
         if step.waiting is None:
-            wish = made.wish._replace(lanes=tuple(row.lane.index for row in rows))
-            tap.record_step(wish if alone else wish.copied())
-            if made.captured is None and self.captures and self._capturable(model):
-                made.captured = self._capture(step)
-                made.wish = made.wish._replace(standing=tap.standing(made.wish))
+            capture = self._capture if self.captures and self._capturable(model) else None
+            made.recorded(tap, (row.lane for row in rows), alone, capture)
         _move_on(contexts, counts)
         return logits if alone else logits.clone()
 
@@ -132,42 +117,24 @@ class DecodeSteps:
 
     def _describe(self, made: Prepared, rows: list[Row], token_ids: Tensor) -> None:
         """Tells the device what the rows are, and what pages their lanes have where it does not know."""
-        fields, tables, ids = made.meta.numpy(), made.tables.numpy(), token_ids.tolist()
-        changed = False
-        for number, (row, token) in enumerate(zip(rows, ids, strict=True)):
+        fields = made.meta.numpy()
+        for number, (row, token) in enumerate(zip(rows, token_ids.tolist(), strict=True)):
             fields[number, [TOKEN, POSITION, LANE, FIRST_ROW]] = token, row.position, row.lane.index, row.first
-            if made.told[number] is not row.lane.page_table:  # which is never changed, but replaced
-                pages = row.lane.pages
-                tables[number] = pages[0]
-                tables[number, : len(pages)] = pages
-                made.told[number], changed = row.lane.page_table, True
         made.step.inputs.meta.copy_(made.meta, non_blocking=True)
-        if changed:
-            made.step.inputs.tables.copy_(made.tables, non_blocking=True)
+        made.tables.tell([row.lane for row in rows])
         made.copies.made()
 
     def _prepare(self, model: "Glm53", rows: int) -> Prepared:
         device, (layers, top_k) = model.norm.device, (model.shape.moe_layers, model.shape.top_k)
-        pages = -(-model.context_tokens // PAGE_TOKENS)
-
-        def of(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(layers, rows, top_k, dtype=dtype, device=device)
-
-        def host(*sizes: int) -> Tensor:
-            return torch.zeros(sizes, dtype=torch.int64, pin_memory=device.type == "cuda")
-
-        real, whole = torch.float32, torch.int64
-        wishes = Wishes(of(whole), of(real), of(real), of(torch.bool), of(whole), of(torch.int32), of(real))
-        meta, tables = host(rows, FIELDS), host(rows, pages)
-        before = torch.zeros(rows, len(model.norm), device=device)
-        inputs = Inputs(meta.to(device), tables.to(device), before, wishes)
-        numbers = torch.arange(layers, device=device)
+        tables = PageTables(rows, model.context_pages, device)
+        inputs = inputs_of(tables.there, layers, top_k, len(model.norm))
+        meta = torch.zeros(rows, FIELDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        numbers, wishes = torch.arange(layers, device=device), inputs.wishes
         wish = Together(
             numbers, inputs.meta[:, LANE], wishes.wanted, wishes.wanted_scores, wishes.wanted_weights, wishes.missed,
             None,
         )  # fmt: skip
-        made = Prepared(self._step(model, inputs), meta, tables, wish, Copies(device), [None] * rows)
-        self.prepared[rows] = made
+        made = self.prepared[rows] = Prepared(self._step(model, inputs), wish, Copies(device), meta, tables)
         return made
 
     def _step(self, model: "Glm53", inputs: Inputs) -> DecodeStep:
@@ -181,11 +148,7 @@ class DecodeSteps:
         return FusedStep(model, inputs, self._scores)
 
     def _capture(self, step: DecodeStep) -> Captured:
-        """Nothing runs. Threads that read experts go on using their own streams meanwhile."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits, states = step.run()
-        self._memory = self._memory or graph.pool()
+        graph, (logits, states) = self.graphs.capture(step.run)
         return Captured(graph, logits, states)
 
 

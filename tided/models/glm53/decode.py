@@ -57,6 +57,19 @@ class Inputs:
     wishes: Wishes
 
 
+def inputs_of(page_tables: Tensor, layers: int, top_k: int, width: int) -> Inputs:
+    """For R rows of hidden size `width`, whose pages stand in page_tables [R, most pages]."""
+    rows, device = len(page_tables), page_tables.device
+
+    def of(dtype: torch.dtype) -> Tensor:
+        return torch.zeros(layers, rows, top_k, dtype=dtype, device=device)
+
+    real, whole = torch.float32, torch.int64
+    wishes = Wishes(of(whole), of(real), of(real), of(torch.bool), of(whole), of(torch.int32), of(real))
+    meta = torch.zeros(rows, FIELDS, dtype=whole, device=device)
+    return Inputs(meta, page_tables, torch.zeros(rows, width, device=device), wishes)
+
+
 @dataclass(frozen=True)
 class Chosen:
     """places [R, K] in the pool, and which of them count."""

@@ -18,10 +18,11 @@ from kernels.partial_attention import gathered_parts, joined
 from tided.cache.context import Context
 from tided.cache.pool import PAGE_TOKENS
 from tided.models.glm53.attention import LATENT_NORM_EPS, Attention
-from tided.models.glm53.decode import FIELDS, LANE, POSITION, Inputs, Wishes
+from tided.models.glm53.decode import FIELDS, LANE, POSITION, inputs_of
 from tided.models.glm53.fused import FusedStep
 from tided.models.glm53.indexer import KEY_NORM_EPS, Indexer
 from tided.models.glm53.mlp import Dense
+from tided.models.glm53.page_tables import PageTables
 
 if TYPE_CHECKING:
     from tided.models.glm53.drafter import Drafter
@@ -35,26 +36,22 @@ class DraftStep(FusedStep):
 
     def __init__(self, drafter: "Drafter", lanes: int) -> None:
         one, device, size = drafter.block.attention, drafter.norm.device, drafter.size
-        pages = one.pool.pages
+        pages, mlp = drafter.context_pages, drafter.block.mlp
+        self._tables = PageTables(lanes, pages, device)
         as_model: Any = drafter  # it has what a step of one layer asks of a model
         super().__init__(
             as_model,
-            _inputs(drafter, lanes, pages),
+            inputs_of(self._tables.there, 1, 1 if isinstance(mlp, Dense) else mlp.top_k, len(drafter.norm)),
             torch.empty(lanes, pages * PAGE_TOKENS // drafter.rotations.share.ranks, device=device),
         )
         assert one.indexer is not None, "this layer chooses for itself"
         self.drafter, self.indexer = self.model, one.indexer
         self.ranks = drafter.group.ranks
-        self.capturable = isinstance(drafter.block.mlp, Dense) or has_cuda_form(
-            drafter.block.mlp.bank.record, drafter.numerics
-        )
+        self.capturable = isinstance(mlp, Dense) or has_cuda_form(mlp.bank.record, drafter.numerics)
         self.drawn = torch.zeros(size, lanes, dtype=torch.int64, device=device)
         self.logits = torch.zeros(size, lanes, drafter.head.shape[0] * drafter.group.ranks, device=device)
         self.confidence = torch.zeros(size, lanes, device=device)
-        on_cuda = device.type == "cuda"
-        self._host = torch.zeros(lanes, FIELDS, dtype=torch.int64, pin_memory=on_cuda)
-        self._host_tables = torch.zeros(lanes, pages, dtype=torch.int64, pin_memory=on_cuda)
-        self._told: list[Tensor | None] = [None] * lanes
+        self._host = torch.zeros(lanes, FIELDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._anchors = torch.zeros(lanes, dtype=torch.int64, device=device)
         held, keys = one.pool.rows[one.layer], one.pool.keys[one.layer]
         self._rows = torch.zeros(size * lanes, held.shape[1], dtype=held.dtype, device=device)  # place after place
@@ -68,18 +65,13 @@ class DraftStep(FusedStep):
         self._ones = torch.ones(lanes, dtype=torch.int32, device=device)
 
     def tell(self, lanes: Sequence[Context], anchors: Tensor) -> None:
-        fields, tables, changed = self._host.numpy(), self._host_tables.numpy(), False
+        fields = self._host.numpy()
         for row, lane in enumerate(lanes):
             fields[row, [POSITION, LANE]] = lane.position - 1, lane.index
-            if self._told[row] is not lane.page_table:  # which is never changed, but replaced
-                tables[row] = lane.pages[0]
-                tables[row, : len(lane.pages)] = lane.pages
-                self._told[row], changed = lane.page_table, True
             ring = lane.windows[0]
             self.inputs.before[row].copy_(ring[(lane.position - 1) % len(ring)])
         self.inputs.meta.copy_(self._host, non_blocking=True)
-        if changed:
-            self.inputs.tables.copy_(self._host_tables, non_blocking=True)
+        self._tables.tell(lanes)
         self._anchors.copy_(anchors, non_blocking=True)
 
     def offer(self, place: int) -> None:
@@ -151,17 +143,3 @@ class DraftStep(FusedStep):
         else:
             gathered = one.gathered(found if both is None else gathered_parts(both))
         return self.times(between.brought_out(gathered.to(torch.bfloat16).contiguous(), one.up, one.nope_dim), one.o)
-
-
-def _inputs(drafter: "Drafter", lanes: int, pages: int) -> Inputs:
-    mlp, device = drafter.block.mlp, drafter.norm.device
-    top_k = 1 if isinstance(mlp, Dense) else mlp.top_k
-
-    def of(dtype: torch.dtype) -> Tensor:
-        return torch.zeros(1, lanes, top_k, dtype=dtype, device=device)
-
-    real, whole = torch.float32, torch.int64
-    wishes = Wishes(of(whole), of(real), of(real), of(torch.bool), of(whole), of(torch.int32), of(real))
-    meta = torch.zeros(lanes, FIELDS, dtype=whole, device=device)
-    tables = torch.zeros(lanes, pages, dtype=whole, device=device)
-    return Inputs(meta, tables, torch.zeros(lanes, len(drafter.norm), device=device), wishes)

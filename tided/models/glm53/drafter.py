@@ -11,6 +11,7 @@ proposal computes stays outside the pool; it is computed anew from true states o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from tided.models.glm53.step import Pass, Rotations
 from tided.models.glm53.weights import Weights
 from tided.models.parallel import Group
 from tided.models.proposals import Proposals
+
+if TYPE_CHECKING:
+    from tided.models.glm53.model import Glm53
 
 STATES = 16  # of the trunk that a context remembers: a verified block and one before it
 CHAIN = 7  # tokens at most, where a policy chooses how many are made; each costs a pass of the layer
@@ -67,6 +71,7 @@ class Drafter:
     embed: Callable[[Tensor], Tensor]
     head: Linear  # [V / ranks, D]
     rotations: Rotations
+    context_pages: int  # most of one lane
     group: Group
     numerics: Numerics
     proposals: Proposals = field(default_factory=Proposals)  # of fixed shape, where kernels serve the device
@@ -206,17 +211,10 @@ def _remember(lane: Context, start: int, states: Tensor) -> None:
 
 
 def load_drafter(
-    weights: Weights,
-    c: Config,
-    contexts: Contexts,
-    bank: ExpertBank,
-    rotations: Rotations,
-    numerics: Numerics,
-    embed: Callable[[Tensor], Tensor],
-    output_head: Linear,
-    size: int,
+    trunk: "Glm53", weights: Weights, c: Config, contexts: Contexts, bank: ExpertBank, size: int
 ) -> Drafter:
-    """`weights` at the root; `bank` holds this layer's experts as its layer 0; `size`: tokens of a chain."""
+    """`weights` at the root; `bank` holds this layer's experts as its layer 0; `size`: tokens of a chain. All else is
+    the trunk's own."""
     layer = c.num_hidden_layers
     at = weights.under(f"model.layers.{layer}")
     return Drafter(
@@ -225,12 +223,13 @@ def load_drafter(
         token_norm=at.plain("enorm.weight"),
         state_norm=at.plain("hnorm.weight"),
         joint=at.linear("eh_proj"),
-        block=load_block(weights, c, layer, contexts, bank, numerics, bank_layer=0),
+        block=load_block(weights, c, layer, contexts, bank, trunk.numerics, bank_layer=0),
         norm=at.plain("shared_head.norm.weight"),
         eps=c.rms_norm_eps,
-        embed=embed,
-        head=output_head,
-        rotations=rotations,
-        group=weights.group,
-        numerics=numerics,
+        embed=trunk.embedded,
+        head=trunk.head,
+        rotations=trunk.rotations,
+        context_pages=trunk.context_pages,
+        group=trunk.group,
+        numerics=trunk.numerics,
     )

@@ -112,7 +112,7 @@ class FusedStep(DecodeStep):
 
     def routed(self, one: Moe, logits: Tensor, allowed: Tensor) -> router.Routed:
         """logits [1, R, E] of the gate; allowed [E] or [R, E] bool."""
-        out = router.room(self.rows, one.top_k, logits.device)
+        out = router.room(self.rows, one.top_k, device=logits.device)
         slot_of = one.bank.tables.slot_of[one.layer]
         router.route(logits, one.bias, allowed, slot_of, one.top_k, one.route_scale, out, sigmoid=True)
         return out

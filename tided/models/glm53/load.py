@@ -168,9 +168,7 @@ def _with_drafter(model: Glm53, weights: Weights, c: Config, contexts: Contexts,
         log.warning("the drafter's experts are not EXL3: without kernels for them drafting may cost more than it saves")
     bank = resident_bank(source, record, 1, c.n_routed_experts, weights.device)
     size = int(draft) if draft.isdigit() else CHAIN
-    drafter = load_drafter(
-        weights, c, contexts, bank, model.rotations, model.numerics, model.embedded, model.head, size
-    )
+    drafter = load_drafter(model, weights, c, contexts, bank, size)
     shape = ContextShape(1, STATES, c.hidden_size, 0, 0, model.numerics.cache)
     return replace(model, drafter=drafter, context_shape=shape)
 

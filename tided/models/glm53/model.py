@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.norm import rms_norm
 from kernels.numerics import Numerics
 from kernels.packed import Linear, product
-from tided.cache.context import After, ContextShape
+from tided.cache.context import After, Context, ContextShape
 from tided.cache.pool import Pool
 from tided.errors import ConfigError
 from tided.experts.bank import ExpertBank
@@ -22,7 +22,6 @@ from tided.models.glm53.mlp import Moe
 from tided.models.glm53.step import Pass, Rotations
 from tided.models.paged import PagedLanes, Shape, context_of
 from tided.models.parallel import Group
-from tided.models.runs import runs
 
 
 @dataclass(frozen=True)
@@ -67,27 +66,10 @@ class Glm53(PagedLanes):
         self.make_room([context], [count])
         return (yield from self.layers(self.rotations.begin(context, count), token_ids))
 
-    def is_captured(self, rows: int) -> bool:
-        return self.steps.has_captured(rows)
-
-    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """See `Model`. Taken in runs of at most ROWS rows: within them kernels compute row by row."""
-        contexts, counts = [context_of(lane) for lane in lanes], counts or [1] * len(lanes)
-        self.make_room(contexts, counts)
-        for context, count in zip(contexts, counts, strict=True):
-            if count > 1:
-                context.begin_block(count)
-        parts, first, all_runs = [], 0, list(runs(counts))
-        for part in all_runs:
-            count = sum(counts[part])
-            ids = token_ids[first : first + count]
-            if self.steps.serve(self, count):
-                parts.append(self.steps.run(self, contexts[part], counts[part], ids, len(all_runs) == 1))
-            else:
-                step = self.rotations.rows(contexts[part], counts[part])
-                parts.append(self.logits(self.run(step, ids)))
-            first += count
-        return torch.cat(parts)  # outside inference mode: an ordinary tensor
+    def step(self, contexts: list[Context], counts: Sequence[int], token_ids: Tensor, alone: bool) -> Tensor:
+        if self.steps.serve(self, len(token_ids)):
+            return self.steps.run(self, contexts, counts, token_ids, alone)
+        return self.logits(self.run(self.rotations.rows(contexts, counts), token_ids))
 
     @torch.inference_mode()
     def run(self, step: Pass, token_ids: Tensor) -> Tensor:
@@ -132,10 +114,6 @@ class Glm53(PagedLanes):
 
     def see(self, height: int, width: int, pixels: bytes | None) -> Tensor:
         raise ConfigError("this model takes no images")
-
-    @property
-    def draft_tokens(self) -> int:
-        return 0 if self.drafter is None else self.drafter.size
 
     def propose(self, lanes: Sequence[LaneState], anchors: Tensor, choose: Choose, places: int = 0) -> Draft:
         """See `Model`."""
