@@ -4,9 +4,11 @@ experts of the layer's 384, so that nothing is found in the L2 cache.
 
 A peer's time is of both products, the gated activation between them and the weighted sum over the picks; sorting the
 picks by expert and rounding the rows are done beforehand, not timed. Ours is of the whole: the distinct experts are
-found in it. A peer is held to the products in fp32 without rounding, and so is ours; one that is further off than its
-number formats explain computes something else and is not timed."""
+found in it. A chunk of a prompt is timed by other tiles too, each held to the same. A peer is held to the products in
+fp32 without rounding, and so is ours; one that is further off than its number formats explain computes something else
+and is not timed."""
 
+import functools
 import itertools
 import statistics
 import traceback
@@ -21,11 +23,34 @@ from bench.gpu_timing import IN_GRAPH, graph_of, spread, timed
 from bench.mxfp4_peers import Layer, Peer, found, layer_of
 from kernels import experts_chunk_triton, experts_triton
 from kernels.experts import decode
+from kernels.experts_chunk_triton import Tiling
 
-CHUNK = 2048  # rows
+CHUNK, CHUNKS = 2048, (512, 2048, 8192)  # rows; those that peers are timed at, and all
 SAME = 6e-2  # relative: 8-bit hidden rows come to 3e-2, rows rounded to 8 bits a second time to as much again
 
 Work = Callable[[], Tensor]
+
+
+def tiles(tokens: int, **constants: int) -> Tiling:
+    fixed = {"BLOCK": 128, "STAGES": 3, "num_warps": 4, **constants}
+    return Tiling(tokens, {"ROWS": 64, **fixed}, {"ROWS": 128, **fixed})
+
+
+# Of a chunk's kernels. The first is what the rows choose where they are some thousand.
+TILINGS = {
+    "64 rows, three blocks of threads": tiles(64, maxnreg=168),
+    "64 rows, as many registers as asked for": tiles(64),
+    "64 rows, 8 warps": tiles(64, num_warps=8, maxnreg=128),
+    "64 rows, tiles of 64 weights": tiles(64, BLOCK=64, maxnreg=168),
+    "64 rows, tiles of 64 weights, 4 stages": tiles(64, BLOCK=64, STAGES=4, maxnreg=168),
+    "64 rows, 4 stages": tiles(64, STAGES=4, maxnreg=168),
+    "32 rows": tiles(32, maxnreg=168),
+    "32 rows, four blocks of threads": tiles(32, maxnreg=128),
+    "32 rows, 8 warps": tiles(32, num_warps=8, maxnreg=128),
+    "128 rows, tiles of 64 weights": tiles(128, BLOCK=64),
+    "128 rows": tiles(128),
+    "128 rows, 8 warps": tiles(128, num_warps=8),
+}
 
 
 def exact(x: Tensor, slots: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
@@ -128,22 +153,33 @@ def decode_rows(slots: Tensor, peers: dict[str, Peer], best: float, rounds: int,
         print("\n".join(lines), flush=True)
 
 
-def chunk(slots: Tensor, peers: dict[str, Peer], rounds: int, repeats: int, timing: bool) -> None:
-    """CHUNK rows of a prompt, picks spread evenly."""
-    x, weights = activations(CHUNK), torch.rand(CHUNK, TOP_K, device="cuda")
-    picks = torch.rand(CHUNK, EXPERTS, device="cuda").topk(TOP_K).indices.to(torch.int32)
-    wanted = exact(x, slots, picks, weights)
-    own = lambda: experts_chunk_triton.grouped_experts(x, slots, RECORD, picks, weights, LIMIT)  # noqa: E731
-    print(f"ours: {CHUNK} rows: {apart(own(), wanted):.1e} of the norm", flush=True)
+def chunk(slots: Tensor, rows: int, peers: dict[str, Peer], rounds: int, repeats: int, timing: bool) -> None:
+    """Rows of a prompt, picks spread evenly: as it is chosen, by tiles, and what is around the products alone."""
+    x, weights = activations(rows), torch.rand(rows, TOP_K, device="cuda")
+    picks = torch.rand(rows, EXPERTS, device="cuda").topk(TOP_K).indices.to(torch.int32)
+    wanted, outputs = exact(x, slots, picks, weights), torch.empty(rows, TOP_K, RECORD.hidden, device="cuda")
+    given = (x, slots, RECORD, picks, weights, LIMIT)
+    works: dict[str, Work] = {}
+    for name, tiling in {"ours": None, **TILINGS}.items():
+        work = functools.partial(experts_chunk_triton.grouped_experts, *given, tiling=tiling)
+        try:
+            print(f"{name}: {rows} rows: {apart(work(), wanted):.1e} of the norm", flush=True)
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(f"{name}: {rows} rows: does not run here: {why(error)}", flush=True)
+            continue
+        works[name] = work
+    works["sorting alone"] = lambda: experts_chunk_triton._sorted(picks, 64, EXPERTS)[2]
+    works["sum alone"] = lambda: experts_triton.sum_of_picks(outputs, picks)
     kept = right(peers, x, picks, weights, wanted)
     if not timing:
         return
-    works = {"ours": own} | {name: turns(peer, x.bfloat16(), [picks], weights) for name, peer in kept.items()}
+    works |= {name: turns(peer, x.bfloat16(), [picks], weights) for name, peer in kept.items()}
     took = in_turns(works, rounds, repeats, 1)
     print("\n| rows of a chunk | kernel | ms | times ours |\n|---|---|---|---|")
     for name, each in took.items():
         ratio = statistics.median(each) / statistics.median(took["ours"])
-        print(f"| {CHUNK} | {name} | {spread([us / 1e3 for us in each], 2)} | {ratio:.2f} |", flush=True)
+        print(f"| {rows} | {name} | {spread([us / 1e3 for us in each], 2)} | {ratio:.2f} |", flush=True)
 
 
 def show(places: list[Path], folder: Path, best: float, rounds: int, repeats: int, timing: bool = True) -> None:
@@ -152,4 +188,5 @@ def show(places: list[Path], folder: Path, best: float, rounds: int, repeats: in
     peers = made(list(found(places, folder)), layer)
     del layer
     decode_rows(slots, peers, best, rounds, repeats, timing)
-    chunk(slots, peers, rounds, repeats, timing)
+    for rows in CHUNKS:
+        chunk(slots, rows, peers if rows == CHUNK else {}, rounds, repeats, timing)

@@ -22,23 +22,33 @@ POINTERS = {
     "scales": "*u8", "table": "*i32", "weights": "*fp32", "factors": "*fp32", "tiles": "*i32", "slots": "*i32",
     "order": "*i32", "out": "*fp32", "limit": "fp32",
 }  # fmt: skip
-ODD = {"limit", "top_k", "blocks", "count"}  # not known to be a multiple of 16
+ODD = {"limit", "top_k", "blocks", "count", "row_scales"}  # not known to be a multiple of 16
 
 
-def compiled(kernel: Any, rows: int, dtype: str, capability: int, num_warps: int, **constants: Any) -> bytes:
-    """The machine code of `_gate_up` or `_down` of either file: `rows` of each part a tile, activations of `dtype`."""
+def compiled(
+    kernel: Any,
+    rows: int,
+    dtype: str,
+    capability: int,
+    num_warps: int,
+    types: dict[str, str] | None = None,
+    maxnreg: int | None = None,
+    **constants: Any,
+) -> bytes:
+    """The machine code of `_gate_up` or `_down` of either file: `rows` of each part a tile, activations of `dtype`;
+    `types` of arguments that are others than a decode step's."""
     block = constants["BLOCK"]
-    types = {**POINTERS, "x": f"*{dtype}", "hidden": f"*{dtype}"}
-    types |= dict.fromkeys(("w1", "w3", "w2"), f"tensordesc<u8[1,{rows},{block // 2}]>")
-    types["w13"] = f"tensordesc<u8[1,2,{rows},{block // 2}]>"
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    kinds = {**POINTERS, "x": f"*{dtype}", "hidden": f"*{dtype}", "w2": f"tensordesc<u8[1,{rows},{block // 2}]>"}
+    kinds |= {"w13": f"tensordesc<u8[1,2,{rows},{block // 2}]>", **(types or {})}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
     whole = {
         (at,): [["tt.divisibility", 16]]
         for at, (name, kind) in enumerate(signature.items())
         if kind != "constexpr" and not kind.startswith("tensordesc") and name not in ODD
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=whole)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, **({"maxnreg": maxnreg} if maxnreg else {})}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return made.asm["cubin"]
 
 
@@ -85,12 +95,29 @@ def decode(capability: int) -> dict[str, float]:
     }
 
 
+def chunk_code(capability: int) -> tuple[bytes, bytes]:
+    """Of the two kernels of a prompt chunk."""
+    tiling = experts_chunk_triton.tiling_of(8192, capability == 90)
+    fixed: dict[str, Any] = {"TOKENS": tiling.tokens, "WHOLE": True, "ASM": True}
+    rows, halves = tiling.gate_up["ROWS"], tiling.gate_up["BLOCK"] // 4
+    types = {"w13": f"tensordesc<i16[1,2,{rows},{halves}]>"}
+    first = compiled(
+        experts_chunk_triton._gate_up, rows, "bf16", capability, types=types, **tiling.gate_up, **fixed
+    )  # fmt: skip
+    rows, block, copied = tiling.down["ROWS"], tiling.down["BLOCK"], capability >= 90
+    types = {"w2": f"tensordesc<i16[1,{rows},{block // 4}]>"}
+    if copied:
+        types["hidden"] = f"tensordesc<bf16[{tiling.tokens},{block}]>"
+    second = compiled(
+        experts_chunk_triton._down, rows, "bf16", capability, types=types, COPIED=copied, **tiling.down, **fixed
+    )  # fmt: skip
+    return first, second
+
+
 def chunk(capability: int) -> dict[str, float]:
     """Of the two kernels of a prompt chunk, a weight and tile of tokens."""
-    gate_up, down = experts_chunk_triton.GATE_UP, experts_chunk_triton.DOWN
-    fixed = {"TOKENS": experts_chunk_triton.tokens_of_tile(8192, capability >= 90 and capability < 100), "ASM": True}
-    first = compiled(experts_chunk_triton._gate_up, gate_up["ROWS"], "bf16", capability, **gate_up, **fixed)
-    second = compiled(experts_chunk_triton._down, down["ROWS"], "bf16", capability, **down, **fixed)
+    tiling = experts_chunk_triton.tiling_of(8192, capability == 90)
+    (first, second), gate_up, down = chunk_code(capability), tiling.gate_up, tiling.down
     return {
         "gate_up": a_weight(2 * gate_up["ROWS"], gate_up["BLOCK"], gate_up["num_warps"], loop(listing(first))),
         "down": a_weight(down["ROWS"], down["BLOCK"], down["num_warps"], loop(listing(second))),

@@ -8,45 +8,55 @@ comes out, and they are added in the order of k: no atomics, the same bits every
 Kernels run in Triton's interpreter too (`ASM` off): same arithmetic, decoded without inline assembly.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.experts_triton import _fp8, _rounded, _tiles, _up_to, sum_of_picks
-from kernels.record import ExpertRecord
+from kernels.experts_triton import _fp8, _rounded, _up_to, sum_of_picks
+from kernels.record import ExpertRecord, Part
+
+# Of two words of 16 bits in $4, four codes each, and their scales in $5: the first codes of both, the second, ...
+DECODING: tl.constexpr = tl.constexpr(
+    """{
+    .reg .b32 a, b, c, d, h, z;
+    mov.b32 z, 0x80008000; shr.b32 h, $4, 8;
+    and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $0, a, $5, z;
+    and.b32 b, $4, 0x00F000F0; mul.lo.u32 b, b, 0x0104; and.b32 b, b, 0x81C081C0; fma.rn.bf16x2 $1, b, $5, z;
+    and.b32 c, h, 0x000F000F; mul.lo.u32 c, c, 0x1040; and.b32 c, c, 0x81C081C0; fma.rn.bf16x2 $2, c, $5, z;
+    and.b32 d, h, 0x00F000F0; mul.lo.u32 d, d, 0x0104; and.b32 d, d, 0x81C081C0; fma.rn.bf16x2 $3, d, $5, z;
+    }"""
+)
 
 
 @triton.jit
 def _position(k):
-    """Where column k of an activation row lies: within a scale group, word of four, byte of four, nibble of two ->
-    nibble, byte // 2, word, byte % 2. So a thread of the matrix unit gets the codes of one word."""
-    word, byte = (k % 32) // 8, (k % 8) // 2
-    return (k // 32) * 32 + (k % 2) * 16 + (byte // 2) * 8 + word * 2 + byte % 2
+    """Where column k of an activation row lies: within a scale group, word of four, half of two, nibble of four ->
+    nibble, word, half. So a thread of the matrix unit gets the codes of one word, two at a time from its halves."""
+    return (k // 32) * 32 + (k % 4) * 8 + ((k % 32) // 8) * 2 + (k % 8) // 4
 
 
 @triton.jit
-def _codes(byte, ASM: tl.constexpr):
-    """Two e2m1 codes of a byte -> two bf16 (fp32 without ASM) of value x 2^-126, subnormals included, exactly."""
+def _codes(halves, power, ASM: tl.constexpr):
+    """Four e2m1 codes of 16 bits and their scale x 2^62 -> four bf16 (fp32 without ASM) of value x scale x 2^-64. A
+    code's magnitude, moved to two bits of the exponent and one of the mantissa, is its value x 2^-126, subnormals
+    included, exactly; one product moves it there and the sign to its place."""
     if ASM:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 w, a, s;
-            prmt.b32 w, $4, 0, 0x3120;
-            shl.b32 a, w, 6; shl.b32 s, w, 12; and.b32 s, s, 0x80008000; lop3.b32 $0, a, 0x01C001C0, s, 0xEA;
-            shr.b32 a, w, 2; shl.b32 s, w, 4; and.b32 s, s, 0x80008000; lop3.b32 $1, a, 0x01C001C0, s, 0xEA;
-            shl.b32 a, w, 2; shl.b32 s, w, 8; and.b32 s, s, 0x80008000; lop3.b32 $2, a, 0x01C001C0, s, 0xEA;
-            shr.b32 a, w, 6; and.b32 s, w, 0x80008000; lop3.b32 $3, a, 0x01C001C0, s, 0xEA;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [byte],
-            dtype=(tl.bfloat16, tl.bfloat16),
+            DECODING,
+            "=&r,=&r,=&r,=&r,r,r",
+            [halves, power],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
-            pack=4,
+            pack=2,
         )
     else:
-        code = byte.to(tl.int32)
-        return _code(code), _code(code >> 4)
+        code = halves.to(tl.int32)
+        return _code(code) * power, _code(code >> 4) * power, _code(code >> 8) * power, _code(code >> 12) * power
 
 
 @triton.jit
@@ -55,23 +65,27 @@ def _code(code):
 
 
 @triton.jit
-def _operand(bytes_, scale, ROWS: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr):
-    """bytes_ [ROWS, GROUPS * 16], scale [ROWS, GROUPS] uint8 -> [ROWS, GROUPS * 32] weights x 2^-64 in the order of
-    `_position`."""
+def _operand(halves, scale, ROWS: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr):
+    """halves [ROWS, GROUPS * 8] int16, scale [ROWS, GROUPS] uint8 -> [ROWS, GROUPS * 32] weights x 2^-64 in the order
+    of `_position`."""
     # 2^(byte - 127) x 2^126 x 2^-64: so every scale up to 2^65 fits, and the sum is multiplied by 2^64 at the end.
     if ASM:
         power = ((scale.to(tl.int16) + 62) << 7).to(tl.bfloat16, bitcast=True)
     else:  # the interpreter has no arithmetic in bf16
         power = ((scale.to(tl.int32) + 62) << 23).to(tl.float32, bitcast=True)
-    low, high = _codes(bytes_, ASM)
-    both = tl.join(low, high).reshape(ROWS, GROUPS, 4, 2, 2, 2) * power[:, :, None, None, None, None]
-    return both.permute(0, 1, 5, 3, 2, 4).reshape(ROWS, GROUPS * 32)
+    power = tl.broadcast_to(power[:, :, None], [ROWS, GROUPS, 8]).reshape(ROWS, GROUPS * 8)
+    first, second, third, fourth = _codes(halves, power, ASM)
+    all_ = tl.join(tl.join(first, second), tl.join(third, fourth)).reshape(ROWS, GROUPS, 8, 2, 2)
+    return all_.permute(0, 1, 4, 3, 2).reshape(ROWS, GROUPS * 32)
 
 
 @triton.jit
-def _dot(weights, x, acc, ASM: tl.constexpr):
+def _add(acc, weights, x, ASM: tl.constexpr):
     if ASM:
-        return tl.dot(weights, x, acc)
+        # What follows asks for the sum and is no instruction. Left to itself Triton cuts the product up and lets it run
+        # on through the loop, where the assembler then waits for each instruction of the matrix unit.
+        sum_ = tl.dot(weights, x, acc)
+        return tl.inline_asm_elementwise("", "=f,0", [sum_], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return tl.dot(weights, x.to(tl.float32), acc, input_precision="ieee")
 
@@ -79,29 +93,33 @@ def _dot(weights, x, acc, ASM: tl.constexpr):
 @triton.jit
 def _scales(at, block, row_scales, GROUPS: tl.constexpr):
     group = block * GROUPS + tl.arange(0, GROUPS)
-    return tl.load(at[:, None] + group[None, :], mask=(group < row_scales)[None, :], other=127)
+    # Beyond a row codes and activations are zeros, whatever their scale.
+    return tl.load(at[:, None] + group[None, :], mask=(group < row_scales)[None, :], other=0)
 
 
 @triton.jit
 def _product(
-    first, second, slot, row, scales, scales2, x, blocks, row_scales, valid,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    codes, slot, row, scales, x, begin, blocks, row_scales, valid,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr, COPIED: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `experts_triton._product`, scales folded into the weights -> one or two [ROWS, TOKENS] fp32."""
-    acc, acc2 = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
+    """codes: a matrix of every slot, or a PAIR of them; ROWS rows are taken at `slot`, from `row` of each on; scales
+    [ROWS]: a row's first scale; x: each activation row [TOKENS], or, to be COPIED from `begin` on, all of them; in the
+    order of `_position` -> [ROWS, TOKENS] fp32."""
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
     column = tl.arange(0, BLOCK)
-    GROUPS: tl.constexpr = BLOCK // 32
     for block in tl.range(0, blocks, num_stages=STAGES):
-        tile = first.load([slot, row, block * (BLOCK // 2)]).reshape(ROWS, BLOCK // 2)
-        scale = _scales(scales, block, row_scales, GROUPS)
-        rows = tl.load(x[:, None] + (block * BLOCK + column)[None, :], mask=valid[:, None], other=0.0).trans(1, 0)
-        acc = _dot(_operand(tile, scale, ROWS, GROUPS, ASM), rows, acc, ASM)
         if PAIR:
-            tile2 = second.load([slot, row, block * (BLOCK // 2)]).reshape(ROWS, BLOCK // 2)
-            scale2 = _scales(scales2, block, row_scales, GROUPS)
-            acc2 = _dot(_operand(tile2, scale2, ROWS, GROUPS, ASM), rows, acc2, ASM)
-    return acc * 18446744073709551616.0, acc2 * 18446744073709551616.0
+            tile = codes.load([slot, 0, row, block * (BLOCK // 4)]).reshape(ROWS, BLOCK // 4)
+        else:
+            tile = codes.load([slot, row, block * (BLOCK // 4)]).reshape(ROWS, BLOCK // 4)
+        if COPIED:
+            rows = x.load([begin, block * BLOCK])
+        else:
+            rows = tl.load(x[:, None] + (block * BLOCK + column)[None, :], mask=valid[:, None], other=0.0)
+        weights = _operand(tile, _scales(scales, block, row_scales, BLOCK // 32), ROWS, BLOCK // 32, ASM)
+        acc = _add(acc, weights, rows.trans(1, 0), ASM)
+    return acc * 18446744073709551616.0
 
 
 @triton.jit
@@ -126,27 +144,34 @@ def _rows_of(tiles, slots, count, TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _gate_up(
-    w1, w3, scales, slot_bytes, tiles, slots, order, weights, x, hidden, count, top_k, limit, blocks, row_scales,
+    w13, scales, slot_bytes, tiles, slots, order, weights, x, hidden, count, top_k, limit, blocks, row_scales,
     s1_bytes, s3_bytes, x_width, hidden_width,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """ROWS columns of the hidden rows of a tile's picks, [picks in sorted order, hidden_width] bf16."""
+    """ROWS columns of the hidden rows of a tile's picks, [picks in sorted order, hidden_width] bf16. WHOLE: a row's
+    scales are whole fours, which are loaded together."""
     slot, place, valid = _rows_of(tiles, slots, count, TOKENS)
     if slot < 0:
         return
     pick = tl.load(order + place, mask=valid, other=0)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = scales + slot.to(tl.int64) * slot_bytes + row * row_scales
-    gate, up = _product(
-        w1, w3, slot, tl.program_id(0) * ROWS, at + s1_bytes, at + s3_bytes, x + (pick // top_k).to(tl.int64) * x_width,
-        blocks, row_scales, valid, ROWS, TOKENS, BLOCK, True, STAGES, ASM,
+    if WHOLE:
+        row_scales = row_scales // 4 * 4  # the compiler sees it so
+    first = tl.program_id(0) * ROWS
+    row = tl.arange(0, 2 * ROWS)  # of w1, and the same of w3
+    at = scales + slot.to(tl.int64) * slot_bytes + tl.where(row < ROWS, s1_bytes, s3_bytes)
+    both = _product(
+        w13, slot, first, at + (first + row % ROWS) * row_scales, x + (pick // top_k).to(tl.int64) * x_width, 0,
+        blocks, row_scales, valid, 2 * ROWS, TOKENS, BLOCK, True, False, STAGES, ASM,
     )  # fmt: skip
+    gate, up = tl.split(both.reshape(2, ROWS, TOKENS).permute(1, 2, 0))
     gate, up = tl.minimum(_rounded(gate), limit), tl.maximum(tl.minimum(_rounded(up), limit), -limit)
     weight = tl.load(weights + pick, mask=valid, other=0.0)
     value = _rounded(gate / (1.0 + tl.exp(-gate)) * up * weight[None, :])
     out = _fp8(value.reshape(ROWS // 32, 32, TOKENS), 1).reshape(ROWS, TOKENS)
+    at = first + tl.arange(0, ROWS)
     tl.store(
-        hidden + place.to(tl.int64)[None, :] * hidden_width + _position(row)[:, None], out.to(tl.bfloat16),
+        hidden + place.to(tl.int64)[None, :] * hidden_width + _position(at)[:, None], out.to(tl.bfloat16),
         mask=valid[None, :],
     )  # fmt: skip
 
@@ -154,31 +179,47 @@ def _gate_up(
 @triton.jit(do_not_specialize=["count"])
 def _down(
     w2, scales, slot_bytes, tiles, slots, order, hidden, out, count, blocks, row_scales, outer, s2_bytes, hidden_width,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, COPIED: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """ROWS outputs of a tile's picks, [picks, outer] fp32."""
+    """ROWS outputs of a tile's picks, [picks, outer] fp32. WHOLE: a row's scales are whole fours, which are loaded
+    together. COPIED: hidden rows come by the tensor copy engine, the next expert's with them, whose columns of the
+    product nobody takes."""
     slot, place, valid = _rows_of(tiles, slots, count, TOKENS)
     if slot < 0:
         return
+    if WHOLE:
+        row_scales = row_scales // 4 * 4  # the compiler sees it so
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = scales + slot.to(tl.int64) * slot_bytes + s2_bytes + row * row_scales
-    acc, _ = _product(
-        w2, w2, slot, tl.program_id(0) * ROWS, at, at, hidden + place.to(tl.int64) * hidden_width,
-        blocks, row_scales, valid, ROWS, TOKENS, BLOCK, False, STAGES, ASM,
+    x = hidden if COPIED else hidden + place.to(tl.int64) * hidden_width
+    acc = _product(
+        w2, slot, tl.program_id(0) * ROWS, at, x, tl.load(tiles + tl.program_id(1)), blocks, row_scales, valid,
+        ROWS, TOKENS, BLOCK, False, COPIED, STAGES, ASM,
     )  # fmt: skip
     pick = tl.load(order + place, mask=valid, other=0).to(tl.int64)
     tl.store(out + pick[None, :] * outer + row[:, None], acc, mask=valid[None, :])
 
 
-# Within 99 KB of shared memory a block of threads.
-GATE_UP = {"ROWS": 64, "BLOCK": 128, "STAGES": 2, "num_warps": 4}
-DOWN = {"ROWS": 128, "BLOCK": 64, "STAGES": 3, "num_warps": 8}
+@dataclass(frozen=True)
+class Tiling:
+    """`tokens`: how many rows a program takes; of each kernel, constants and what the compiler is told."""
+
+    tokens: int
+    gate_up: dict[str, int]
+    down: dict[str, int]
 
 
-def tokens_of_tile(rows: int, wide: bool) -> int:
-    """How many rows a program takes, for a chunk of so many: about what one of some hundred experts gets of them.
-    `wide`: the matrix unit multiplies whole tiles on its own (sm_90); elsewhere sums of 128 columns spill."""
-    return 32 if rows <= 1024 else 64 if rows <= 4096 or not wide else 128
+# Of sm_90, whose matrix unit multiplies while others decode: three blocks of threads a multiprocessor.
+_WIDE = {"BLOCK": 128, "STAGES": 3, "num_warps": 4, "maxnreg": 168}
+_NARROW = {"BLOCK": 64, "STAGES": 3, "num_warps": 4}
+
+
+def tiling_of(rows: int, wide: bool) -> Tiling:
+    """For a chunk of so many rows: about what one of some hundred experts gets of them. `wide`: sm_90. All within 99 KB
+    of shared memory a block of threads."""
+    fixed = _WIDE if wide else _NARROW
+    return Tiling(32 if rows <= 1024 else 64, {"ROWS": 64, **fixed}, {"ROWS": 128, **fixed})
 
 
 def _sorted(picks: Tensor, size: int, distinct: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,16 +249,35 @@ def grouped_experts(
     limit: float,
     asm: bool = True,
     distinct: int | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """x [T, D], rounded as activation; slots [S, slot_bytes] uint8; picks [T, k] int32 slots, -1: none; weights [T, k]
     fp32 -> [T, D] fp32: this rank's part, as the reference rounds it. `distinct`: how many slots are picked at most
-    (None: all there are), a layer's experts where the slots are of all layers; more are never computed. Takes
-    4 * T * k * D bytes meanwhile."""
+    (None: all there are), a layer's experts where the slots are of all layers; more are never computed. `tiling`: None:
+    what suits the rows and the device. Takes 4 * T * k * D bytes meanwhile."""
     (tokens, top_k), d = picks.shape, record.hidden
     picks = picks.to(torch.int32).contiguous()
     outputs = torch.empty(tokens, top_k, d, dtype=torch.float32, device=x.device)
-    pick_outputs(outputs, x, slots, record, picks, weights, limit, asm, distinct)
+    pick_outputs(outputs, x, slots, record, picks, weights, limit, asm, distinct, tiling)
     return sum_of_picks(outputs, picks)
+
+
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
+def _fitting(constants: dict[str, int], rows: int) -> dict[str, int]:
+    return {**constants, "ROWS": next(size for size in (constants["ROWS"], 64, 32) if rows % size == 0)}
+
+
+def _matrices(slots: Tensor, record: ExpertRecord, part: Part, pair: bool, constants: dict[str, int]) -> Any:
+    """A part of every slot, or a pair of neighbours, to be read in tiles of ROWS x BLOCK weights, four a number."""
+    shape, strides = [part.rows, part.row_bytes // 2], [part.row_bytes // 2, 1]
+    tile = [constants["ROWS"], constants["BLOCK"] // 4]
+    if pair:
+        shape, strides, tile = [2, *shape], [part.nbytes // 2, *strides], [2, *tile]
+    base = slots.view(torch.int16)[:, part.offset // 2 :]
+    return TensorDescriptor(base, [len(slots), *shape], [record.slot_bytes // 2, *strides], [1, *tile])
 
 
 def pick_outputs(
@@ -230,16 +290,17 @@ def pick_outputs(
     limit: float,
     asm: bool = True,
     distinct: int | None = None,
+    tiling: Tiling | None = None,
 ) -> None:
     """As `grouped_experts`, but every pick's own output goes to its place of outputs [T, k, D] fp32, contiguous; the
     places of picks without a slot stay as they are."""
     tokens, top_k = picks.shape
     d, n, count = record.hidden, record.share, tokens * top_k
-    w1, w3, w2, s1, s3, s2 = record.parts
+    w1, _, w2, s1, s3, s2 = record.parts
     picks, weights = picks.to(torch.int32).contiguous(), weights.contiguous()
-    size = tokens_of_tile(tokens, asm and torch.cuda.get_device_capability(x.device)[0] == 9)
-    gate_up = {**GATE_UP, "ROWS": next(rows for rows in (GATE_UP["ROWS"], 32) if n % rows == 0)}
-    down = {**DOWN, "ROWS": next(rows for rows in (DOWN["ROWS"], 64, 32) if d % rows == 0)}
+    capability = _capability(x.device)
+    tiling = tiling or tiling_of(tokens, capability == 9)
+    gate_up, down, size = _fitting(tiling.gate_up, n), _fitting(tiling.down, d), tiling.tokens
     x_width, hidden_width = _up_to(d, gate_up["BLOCK"]), _up_to(n, down["BLOCK"])
     ordered, order, tiles = _sorted(picks, size, distinct or len(slots))
     rows = torch.empty(tokens, x_width, dtype=torch.bfloat16, device=x.device)
@@ -248,13 +309,14 @@ def pick_outputs(
         hidden.zero_()
     _ordered[(tokens, -(-x_width // 1024))](x.contiguous(), rows, d, x_width, SIZE=1024)
     _gate_up[(n // gate_up["ROWS"], len(tiles))](
-        _tiles(slots, record, w1, gate_up["ROWS"], gate_up["BLOCK"]),
-        _tiles(slots, record, w3, gate_up["ROWS"], gate_up["BLOCK"]), slots, record.slot_bytes, tiles, ordered, order,
-        weights, rows, hidden, count, top_k, limit, x_width // gate_up["BLOCK"], d // 32, s1.offset, s3.offset, x_width,
-        hidden_width, TOKENS=size, ASM=asm, **gate_up,
+        _matrices(slots, record, w1, True, gate_up), slots, record.slot_bytes, tiles, ordered, order, weights, rows,
+        hidden, count, top_k, limit, x_width // gate_up["BLOCK"], d // 32, s1.offset, s3.offset, x_width, hidden_width,
+        TOKENS=size, WHOLE=d % 128 == 0, ASM=asm, **gate_up,
     )  # fmt: skip
+    copied = capability >= 9  # elsewhere Triton would make loads of it, and worse ones than these rows'
+    given = TensorDescriptor(hidden, [count, hidden_width], [hidden_width, 1], [size, down["BLOCK"]])
     _down[(d // down["ROWS"], len(tiles))](
-        _tiles(slots, record, w2, down["ROWS"], down["BLOCK"]), slots, record.slot_bytes, tiles, ordered, order, hidden,
-        outputs, count, hidden_width // down["BLOCK"], n // 32, d, s2.offset, hidden_width, TOKENS=size, ASM=asm,
-        **down,
+        _matrices(slots, record, w2, False, down), slots, record.slot_bytes, tiles, ordered, order,
+        given if copied else hidden, outputs, count, hidden_width // down["BLOCK"], n // 32, d, s2.offset, hidden_width,
+        TOKENS=size, WHOLE=n % 128 == 0, COPIED=copied, ASM=asm, **down,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import experts, experts_chunk_triton, experts_triton
+from kernels.experts_chunk_triton import Tiling, tiling_of
 from kernels.numerics import NATIVE
 from kernels.record import ExpertRecord
 
@@ -67,21 +68,23 @@ def poisoned() -> Iterator[None]:
         torch.empty = empty
 
 
-def fast(device: str, x: Tensor, slots: Tensor, record: ExpertRecord, picks: Tensor, weights: Tensor) -> Tensor:
+def fast(
+    device: str, x: Tensor, slots: Tensor, record: ExpertRecord, picks: Tensor, weights: Tensor, **how: Tiling
+) -> Tensor:
     form = experts_triton if len(picks) <= experts_triton.MAX_ROWS else experts_chunk_triton
     moved = [tensor.to(device) for tensor in (x, slots, picks, weights)]
     with poisoned():
-        return form.grouped_experts(moved[0], moved[1], record, *moved[2:], LIMIT, asm=device == "cuda").cpu()
+        return form.grouped_experts(moved[0], moved[1], record, *moved[2:], LIMIT, asm=device == "cuda", **how).cpu()
 
 
-def error(device: str, shape: Shape, whole: bool) -> float:
+def error(device: str, shape: Shape, whole: bool, **how: Tiling) -> float:
     """Relative to the reference, in the Euclidean norm. Some picks of the last row have no slot."""
     x, slots, record, picks, weights = problem(shape, whole, seed=sum(shape))
     picks[-1, 1:] = -1
     outputs = torch.zeros(*picks.shape, record.hidden)
     experts.pick_outputs(outputs, x, slots, record, picks.long(), weights, LIMIT, NATIVE)
     wanted = experts.sum_of_picks(outputs)
-    return float((fast(device, x, slots, record, picks, weights) - wanted).norm() / wanted.norm())
+    return float((fast(device, x, slots, record, picks, weights, **how) - wanted).norm() / wanted.norm())
 
 
 def check_parts(device: str, shape: Shape) -> None:
@@ -134,6 +137,8 @@ def main(device: str) -> None:
         print(f"{shape}: {exact:.2e} on whole numbers, {rounded:.2e}")
         assert exact < 1e-5, "sums of whole numbers are exact: another exponential alone may differ"
         assert rounded < 2e-3, "beyond what a few flips of the 8-bit rounding do"
+    chunk = CHUNKS[0] if device == "cpu" else LARGE_CHUNKS[1]
+    assert error(device, chunk, True, tiling=tiling_of(chunk[3], wide=False)) < 1e-5, "tiles of other devices"
     check_rows(device, SMALL[0] if device == "cpu" else LARGE[2])
     for shape in (SMALL[1], CHUNKS[0]) if device == "cpu" else (LARGE[1], LARGE_CHUNKS[1]):
         check_parts(device, shape)
