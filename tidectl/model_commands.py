@@ -194,7 +194,7 @@ def fit(
 
 def synth(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory, or an unfinished one of the same kind.")],
-    like: Annotated[str, typer.Option(metavar="NAME", help="Whose shapes: ds41 or glm53.")] = "ds41",
+    like: Annotated[Literal["ds41", "glm53"], typer.Option(help="Whose shapes.")] = "ds41",
     layers: Annotated[int | None, typer.Option(metavar="N", help="Its first layers.  [default: all]")] = None,
     experts: Annotated[int | None, typer.Option(metavar="N", help="Routed experts of a layer.  [default: all]")] = None,
     engram_vocabulary: Annotated[

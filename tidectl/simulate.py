@@ -1,14 +1,15 @@
 """`tidectl tide simulate`: the policies on simulated demand, as tables or as one JSON object."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidectl.output import console, emit, is_terminal, plain, say
+from tidectl.output import console, emit, plain, say
+from tidectl.waiting import Item, waiting
 from tided.errors import UsageError
 from tided.sim import study, trace
 from tided.sim.compare import BOUND, OURS, Row, Table
@@ -36,25 +37,26 @@ class Options:
 
 def run(options: Options, json: bool) -> int:
     """Prints the comparison. The exit code tells whether ours was better than every rival, and the control silent."""
-    seeds, shares, machine = list(range(options.seeds)), options.shares or study.SHARES, Machine()
     try:
-        if options.trace is not None:
-            result = study.recorded(trace.load(options.trace), shares, seeds, machine, _progress, options.rest_s)
-        else:
-            names = options.traffics or list(study.TRAFFICS)
-            result = study.synthetic(
-                names, shares, seeds, options.layers, options.control, machine, _progress, options.rest_s
-            )
+        with waiting() as show:
+            show([Item("simulating")])
+            result = _studied(options, lambda words: show([Item("simulating", detail=words)]))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if is_terminal(sys.stderr):
-        print("\r\x1b[K", end="", file=sys.stderr)
     if json:
         beaten = [{"traffic": table.traffic, "share": table.share, "beaten": table.beaten} for table in result.tables]
         emit("tide.simulate/1", {"study": msgspec.to_builtins(result), "beaten": beaten, "unbeaten": result.unbeaten})
     else:
         _show(result)
     return FAILED if result.unbeaten or result.control_gain > study.CONTROL_GAIN else BEATEN
+
+
+def _studied(options: Options, progress: Callable[[str], None]) -> study.Study:
+    seeds, shares, machine = list(range(options.seeds)), options.shares or study.SHARES, Machine()
+    if options.trace is not None:
+        return study.recorded(trace.load(options.trace), shares, seeds, machine, progress, options.rest_s)
+    names = options.traffics or list(study.TRAFFICS)
+    return study.synthetic(names, shares, seeds, options.layers, options.control, machine, progress, options.rest_s)
 
 
 def _show(result: study.Study) -> None:
@@ -101,8 +103,3 @@ def _cells(row: Row) -> list[str]:
         f"{100 * row.worst:.2f}",
         f"{100 * row.regret:.2f}",
     ]
-
-
-def _progress(words: str) -> None:
-    if is_terminal(sys.stderr):
-        print(f"\r\x1b[K{words}", end="", file=sys.stderr, flush=True)

@@ -58,7 +58,7 @@ def served(model: Any) -> Iterator[Tensor]:
     for asked in (lanes, lanes[:1], lanes):
         choose = Chooser([Sampling(temperature=0.0)] * len(asked), [lane.position + 1 for lane in asked])
         anchors = TOKENS[120 : 120 + len(asked)].to(model.norm.device)
-        yield model.propose(asked, anchors, choose).logits.flatten(0, 1)
+        yield model.propose(asked, anchors, choose).logits.flatten(0, 1).clone()
     yield model.decode(lanes[:1], TOKENS[120:123], [3]).clone()
     model.keep(lanes[0], 2)
     for step in range(2):

@@ -155,7 +155,9 @@ def case_blocks() -> None:
     check_contexts(reference, lanes, model, others)  # what the drafter keeps is there too
     if DEVICE.type == "cuda":  # where its passes have all they need
         drafts = [
-            one.propose([lane], torch.tensor([9], device=one.norm.device), lambda _, logits: logits.argmax(-1)).logits
+            one.propose(
+                [lane], torch.tensor([9], device=one.norm.device), lambda _, logits: logits.argmax(-1)
+            ).logits.clone()
             for one, lane in ((reference, lanes[0]), (model, others[0]), (model, twin))
         ]
         print(f"  drafts {error(drafts[1], drafts[0]):.4f}")

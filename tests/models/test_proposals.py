@@ -65,11 +65,11 @@ def test_lanes_in_parts_have_their_own_numbers_of_the_law():
 def test_fewer_places_are_the_first_and_an_earlier_draft_stays():
     proposals = Proposals()
     whole = run(proposals, 2, Choice(2))
-    kept = [part.clone() for part in (whole.ids, whole.logits, whole.confidence)]
+    kept = [part.clone() for part in (whole.ids, whole.confidence)]
     short = run(proposals, 2, Choice(2), places=1)
     assert torch.equal(short.ids, whole.ids[:, :1])
     run(proposals, 2, lambda place, logits: torch.full((2,), 7))
-    assert all(map(torch.equal, kept, (whole.ids, whole.logits, whole.confidence)))
+    assert all(map(torch.equal, kept, (whole.ids, whole.confidence)))
 
 
 def test_a_choice_without_a_law_is_asked_place_by_place():

@@ -33,7 +33,7 @@ from tests.tidectl.terminal import on_a_terminal
 from tidectl import runner
 from tidectl.doctor import disks, links, memory, nodes, served, software, weights
 from tidectl.doctor.check import Check, View, fail, ok, skip, warn
-from tidectl.doctor.engine import Answer, Examined
+from tidectl.doctor.engine import NO_PROFILE, Answer, Examined
 from tidectl.doctor.examine import Result, examined, results
 from tidectl.doctor.machine import Machine, Ran
 from tidectl.doctor.remote import Remote
@@ -642,6 +642,15 @@ def test_the_screen_reads_without_colours(capsys: pytest.CaptureFixture[str]) ->
     seen = capsys.readouterr().out
     assert seen.splitlines()[:3] == ["✓ ok    a.b  fine", "! warn  c    odd", "             -> look[2J"]
     assert seen.endswith("1 ok, 1 warn, 1 fail\n")
+
+
+def test_what_wants_a_profile_is_one_row_of_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    draw({"": [Result(name, skip(NO_PROFILE), 0.0) for name in "ab"] + [Result("c", ok("fine"), 0.0)]})
+    seen = capsys.readouterr().out
+    assert seen.splitlines()[0] == "✓ ok    c       fine"
+    assert "- skip  2 more  ports, nodes" in seen
+    assert "`tidectl doctor PROFILE`" in seen
+    assert seen.endswith("1 ok, 2 skip\n")
 
 
 def test_colours_on_a_terminal() -> None:

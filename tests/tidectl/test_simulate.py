@@ -43,6 +43,7 @@ def test_a_person_gets_a_table_for_each_budget_and_words_about_what_was_beaten()
     assert "clairvoyant" in result.stdout
     assert "shuffled" not in result.stdout
     assert "beaten:" in result.stderr
+    assert result.stderr.startswith("simulating"), "whoever waits minutes is told that something is done"
 
 
 def test_a_recorded_trace_is_compared_too(tmp_path):

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tidectl.doctor.engine import Engine
+from tidectl.doctor.engine import NO_PROFILE, Engine
 from tidectl.doctor.machine import Machine
 from tidectl.doctor.peers import Peer, ask
 from tidectl.nodes import local_ranks
@@ -118,7 +118,7 @@ class Check(NamedTuple):
 def unmet(check: Check, view: View) -> str:
     """Why a check has nothing to look at; empty: it has."""
     if check.needs and view.settings is None:
-        return "the profile is wrong" if view.wrong else "no profile: name one"
+        return "the profile is wrong" if view.wrong else NO_PROFILE
     if check.needs in ("pair", "peers") and not view.peers:
         return "all ranks are on this machine"
     return "other nodes are not asked (--here)" if check.needs == "peers" and view.alone else ""

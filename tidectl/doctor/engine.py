@@ -12,6 +12,7 @@ from tempfile import TemporaryFile
 
 import msgspec
 
+NO_PROFILE = "no profile: name one"
 MAX_SAID = 2000
 
 
@@ -37,7 +38,7 @@ class Engine:
     """Without a profile nobody is asked."""
 
     def answer(self, question: str, timeout_s: float) -> Answer:
-        return Answer(question, what="no profile: name one")
+        return Answer(question, what=NO_PROFILE)
 
     def close(self) -> None: ...
 

@@ -4,7 +4,8 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tidectl.doctor.check import Verdict
+from tidectl.doctor.check import Verdict, skip
+from tidectl.doctor.engine import NO_PROFILE
 from tidectl.doctor.examine import Result
 from tidectl.output import console, is_terminal, plain, styled
 
@@ -21,8 +22,18 @@ def draw(groups: Mapping[str, Sequence[Result]]) -> None:
     for node, results in groups.items():
         if len(groups) > 1:
             print(styled(node or "this node", "bold", sys.stdout))
-        print(_table(results), "\n", sep="")
+        print(_table(_rows(results)), "\n", sep="")
     print(summary([one for results in groups.values() for one in results]), flush=True)
+
+
+def _rows(results: Sequence[Result]) -> list[Result]:
+    """What wants a profile, where there is none, is one row."""
+    wanting = [one for one in results if one.finding == skip(NO_PROFILE)]
+    rest = [one for one in results if one.finding != skip(NO_PROFILE)]
+    if not wanting:
+        return rest
+    words = "ports, nodes and their link, disks, weights, with a profile: `tidectl doctor PROFILE`"
+    return [*rest, Result(f"{len(wanting)} more", skip(words), 0.0)]
 
 
 def _table(results: Sequence[Result]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tidectl import fits, runner
 from tidectl.doctor.check import Finding, View, fail, ok, skip, warn
+from tidectl.doctor.engine import NO_PROFILE
 from tidectl.profiles import name_of
 from tidectl.running import headline
 from tidectl.supervisor import culprit, how_ended
@@ -17,7 +18,7 @@ SHOWN = 3
 
 def profile(view: View) -> Finding:
     if view.profile is None:
-        return skip("no profile: name one")
+        return skip(NO_PROFILE)
     if view.wrong:
         return fail(headline(view.wrong), f"`tidectl profile check {view.profile}` tells all of it")
     assert view.settings is not None

@@ -27,7 +27,8 @@ def through(layers: Layers) -> Tensor:
 @dataclass(frozen=True)
 class Draft:
     """For R lanes and K places: ids [R, K] int64; logits [R, K, V] fp32, what each was chosen from; confidence [R, K]
-    fp32, raw, as a logit: the larger, the likelier that the token is accepted, given that all before it are."""
+    fp32, raw, as a logit: the larger, the likelier that the token is accepted, given that all before it are. The logits
+    may lie where the next proposal writes over them: who draws by them does so meanwhile."""
 
     ids: Tensor
     logits: Tensor

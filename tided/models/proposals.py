@@ -106,8 +106,10 @@ class Proposals:
         """anchors [R] int64; `make` a proposal of so many lanes, where there is none yet -> `places` tokens, ids and
         confidence on the host. More than `most` lanes go one part after another, if the choice is lawful."""
         parts = [slice(first, first + most) for first in range(0, len(lanes), most)]
-        told = choose.law(places) if isinstance(choose, Lawful) else None
-        found = [self._part(lanes[part], anchors[part], choose, told, part, places, make) for part in parts]
+        told, found = choose.law(places) if isinstance(choose, Lawful) else None, []
+        for part in parts:
+            drawn, logits, sure = self._part(lanes[part], anchors[part], choose, told, part, places, make)
+            found.append((drawn, logits if len(parts) == 1 else logits.clone(), sure))
         drawn, logits, sure = found[0] if len(found) == 1 else (torch.cat(each, 1) for each in zip(*found, strict=True))
         if isinstance(choose, Lawful):
             choose.took(drawn)
@@ -123,7 +125,7 @@ class Proposals:
         places: int,
         make: Callable[[int], Proposal],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """drawn, logits and confidence, [places, R, ..] each."""
+        """drawn, logits and confidence, [places, R, ..] each; the logits where they lie."""
         made = self._prepared.get(len(lanes)) or self._prepare(make(len(lanes)), len(lanes))
         one = made.proposal
         made.copies.wait()
@@ -138,9 +140,8 @@ class Proposals:
         made.drawn.copy_(one.drawn, non_blocking=True)
         made.confidence.copy_(one.confidence, non_blocking=True)
         made.copies.made()
-        logits = one.logits[:places].clone()
         made.copies.wait()
-        return made.drawn[:places].clone(), logits, made.confidence[:places].clone()
+        return made.drawn[:places].clone(), one.logits[:places], made.confidence[:places].clone()
 
     def _prepare(self, one: Proposal, lanes: int) -> Prepared:
         drawn, sure = (
