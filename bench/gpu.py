@@ -3,7 +3,7 @@ weights.
 
     python bench/gpu.py [--part kernels step prefill ranks residency] [--rounds 10] [--repeats 3]
     python bench/gpu.py --part exl3 glm --rows 1 4 8 --wheel exllamav3-1.6.5-py3-none-any.whl
-    python bench/gpu.py --part experts --peers triton_kernels.zip humming_kernels-0.1.20-...whl
+    python bench/gpu.py --part experts --forms --peers triton_kernels.zip humming_kernels-0.1.20-...whl
 
     kernels    experts and dense products alone, against a kernel that only reads, in the same run
     step       a decode step of one rank: by part, its graph nodes, the host's time, and the least its bytes would take
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument(
         "--peers", type=Path, nargs="+", default=[], help="folders, wheels or zips, for experts; none: ours alone"
     )
+    parser.add_argument("--forms", action="store_true", help="of experts, other tiles of our kernel too")
     parser.add_argument("--no-times", action="store_true", help="of experts, what they compute alone")
     options = parser.parse_args()
     if "exl3" in options.part and options.wheel is None:
@@ -71,7 +72,13 @@ def main() -> None:
         gpu_exl3.show(options.wheel, options.build, options.rounds, options.repeats)
     if "experts" in options.part:
         gpu_experts.show(
-            options.peers, Path("scratch/peers"), best, options.rounds, options.repeats, not options.no_times
+            options.peers,
+            Path("scratch/peers"),
+            options.forms,
+            best,
+            options.rounds,
+            options.repeats,
+            not options.no_times,
         )
     if "glm" in options.part:
         gpu_glm.show(best, options)

@@ -4,9 +4,9 @@ experts of the layer's 384, so that nothing is found in the L2 cache.
 
 A peer's time is of both products, the gated activation between them and the weighted sum over the picks; sorting the
 picks by expert and rounding the rows are done beforehand, not timed. Ours is of the whole: the distinct experts are
-found in it. A chunk of a prompt is timed by other tiles too, each held to the same. A peer is held to the products in
-fp32 without rounding, and so is ours; one that is further off than its number formats explain computes something else
-and is not timed."""
+found in it, and with `--forms` other tiles of it take turns too. A chunk of a prompt is timed by other tiles too, each
+held to the same. A peer is held to the products in fp32 without rounding, and so is ours; one that is further off than
+its number formats explain computes something else and is not timed."""
 
 import functools
 import itertools
@@ -24,8 +24,22 @@ from bench.mxfp4_peers import Layer, Peer, found, layer_of
 from kernels import experts_chunk_triton, experts_triton
 from kernels.experts import decode
 from kernels.experts_chunk_triton import Tiling
+from kernels.experts_triton import Tiles
 
 CHUNK, CHUNKS = 2048, (512, 2048, 8192)  # rows; those that peers are timed at, and all
+FORMS = {
+    "16 bits, 4 warps": Tiles(),
+    "16 bits, 4 warps, 4 stages": Tiles(stages=4),
+    "8 bits, 64 rows": Tiles(eight=True),
+    "8 bits, 64 rows, 4 stages": Tiles(eight=True, stages=4),
+    "8 bits, 128 rows": Tiles(eight=True, half=64),
+    "8 bits, 128 rows, 4 stages": Tiles(eight=True, half=64, stages=4),
+    "8 bits, 128 rows x 128, 4 stages": Tiles(eight=True, half=64, block=128, stages=4),
+    "16 bits, 4 warps; down 64 rows, 4 warps": Tiles(down_warps=4),
+    "16 bits, 4 warps; down 128 rows, 4 warps": Tiles(down_rows=128, down_warps=4),
+    "16 bits, 4 warps; down 4 stages": Tiles(down_stages=4),
+    "8 bits, 128 rows; down 128 rows, 4 warps": Tiles(eight=True, half=64, down_rows=128, down_warps=4),
+}
 SAME = 6e-2  # relative: 8-bit hidden rows come to 3e-2, rows rounded to 8 bits a second time to as much again
 
 Work = Callable[[], Tensor]
@@ -126,19 +140,45 @@ def right(peers: dict[str, Peer], x: Tensor, picks: Tensor, weights: Tensor, wan
     return kept
 
 
-def decode_rows(slots: Tensor, peers: dict[str, Peer], best: float, rounds: int, repeats: int, timing: bool) -> None:
+def ours(
+    x: Tensor, slots: Tensor, sets: list[Tensor], weights: Tensor, forms: dict[str, Tiles], wanted: Tensor
+) -> dict[str, Work]:
+    """Our kernel as the device chooses, and in other forms; what each is off is printed, and which have its bits."""
+    works, first = {}, None
+    for name, tiles in {"ours": None, **forms}.items():
+        call = functools.partial(experts_triton.grouped_experts, x, slots, RECORD, tiles=tiles)
+        try:
+            made = call(sets[0], weights, LIMIT)
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(f"{name}: {len(x)} rows: does not run here: {why(error)}", flush=True)
+            continue
+        first = made if first is None else first
+        bits = "" if name == "ours" else ", the same bits" if torch.equal(made, first) else ", other bits"
+        print(f"{name}: {len(x)} rows: {apart(made, wanted):.1e} of the norm{bits}", flush=True)
+        turn = itertools.cycle(sets)
+        works[name] = lambda call=call, turn=turn: call(next(turn), weights, LIMIT)
+    return works
+
+
+def decode_rows(
+    slots: Tensor,
+    peers: dict[str, Peer],
+    forms: dict[str, Tiles],
+    best: float,
+    rounds: int,
+    repeats: int,
+    timing: bool,
+) -> None:
     lines = []
     for rows, distinct in CASES:
         sets = [picked(rows, distinct, seed, EXPERTS) for seed in range(SETS)]
         x, weights = activations(rows), torch.rand(rows, TOP_K, device="cuda")
         wanted = exact(x, slots, sets[0], weights)
-        own = lambda p, x=x, w=weights: experts_triton.grouped_experts(x, slots, RECORD, p, w, LIMIT)  # noqa: E731
-        print(f"ours: {rows} rows: {apart(own(sets[0]), wanted):.1e} of the norm", flush=True)
+        works = ours(x, slots, sets, weights, forms, wanted)
         kept = right(peers, x, sets[0], weights, wanted)
         if not timing:
             continue
-        turn = itertools.cycle(sets)
-        works: dict[str, Work] = {"ours": lambda own=own, turn=turn: own(next(turn))}  # type: ignore[misc]
         works |= {name: turns(peer, x.bfloat16(), sets, weights) for name, peer in kept.items()}
         took = in_turns(works, rounds, repeats)
         us = statistics.median(took["ours"])
@@ -182,11 +222,13 @@ def chunk(slots: Tensor, rows: int, peers: dict[str, Peer], rounds: int, repeats
         print(f"| {rows} | {name} | {spread([us / 1e3 for us in each], 2)} | {ratio:.2f} |", flush=True)
 
 
-def show(places: list[Path], folder: Path, best: float, rounds: int, repeats: int, timing: bool = True) -> None:
+def show(
+    places: list[Path], folder: Path, forms: bool, best: float, rounds: int, repeats: int, timing: bool = True
+) -> None:
     slots = filled(EXPERTS)
     layer = layer_of(slots, RECORD, TOP_K, LIMIT)
     peers = made(list(found(places, folder)), layer)
     del layer
-    decode_rows(slots, peers, best, rounds, repeats, timing)
+    decode_rows(slots, peers, FORMS if forms else {}, best, rounds, repeats, timing)
     for rows in CHUNKS:
         chunk(slots, rows, peers if rows == CHUNK else {}, rounds, repeats, timing)

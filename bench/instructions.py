@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import experts_chunk_triton, experts_triton
+from kernels.experts_triton import Tiles
 
 POINTERS = {
     "scales": "*u8", "table": "*i32", "weights": "*fp32", "factors": "*fp32", "tiles": "*i32", "slots": "*i32",
@@ -38,7 +39,12 @@ def compiled(
     """The machine code of `_gate_up` or `_down` of either file: `rows` of each part a tile, activations of `dtype`;
     `types` of arguments that are others than a decode step's."""
     block = constants["BLOCK"]
-    kinds = {**POINTERS, "x": f"*{dtype}", "hidden": f"*{dtype}", "w2": f"tensordesc<u8[1,{rows},{block // 2}]>"}
+    kinds = {
+        **POINTERS,
+        "x": f"*{dtype}",
+        "hidden": "*bf16" if dtype == "bf16" else "*fp16",
+        "w2": f"tensordesc<u8[1,{rows},{block // 2}]>",
+    }
     kinds |= {"w13": f"tensordesc<u8[1,2,{rows},{block // 2}]>", **(types or {})}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
     whole = {
@@ -82,16 +88,34 @@ def a_weight(rows: int, block: int, num_warps: int, counts: Counter[str]) -> flo
     return counts.total() * 32 * num_warps / (rows * block)
 
 
-def decode(capability: int) -> dict[str, float]:
+def gate_up(capability: int, rows: int, tiles: Tiles) -> bytes:
+    """The machine code of a decode step's gate and up, for so many rows."""
+    columns = 8 if rows <= 8 else 16
+    fixed = {"PICKS": 64, "M": columns, "WHOLE": True, "ASM": True, "CHAINED": capability >= 90}
+    halves = not tiles.eight and experts_triton._halves(columns, tiles.warps)
+    return compiled(
+        experts_triton._gate_up, tiles.half, "fp8e4nv" if tiles.eight else "fp16", capability, tiles.warps,
+        HALF=tiles.half, BLOCK=tiles.block, STAGES=tiles.stages or 4, EIGHT=tiles.eight, HALVES=halves, **fixed,
+    )  # fmt: skip
+
+
+def down(capability: int, rows: int, tiles: Tiles) -> bytes:
+    columns = 8 if rows <= 8 else 16
+    fixed = {"PICKS": 64, "M": columns, "WHOLE": True, "ASM": True, "CHAINED": capability >= 90}
+    return compiled(
+        experts_triton._down, tiles.down_rows, "fp16", capability, tiles.down_warps, ROWS=tiles.down_rows,
+        BLOCK=tiles.down_block, STAGES=tiles.down_stages, HALVES=experts_triton._halves(columns, tiles.down_warps),
+        **fixed,
+    )  # fmt: skip
+
+
+def decode(capability: int, rows: int = 8, tiles: Tiles | None = None) -> dict[str, float]:
     """Of the two kernels of a decode step, at the shapes of DeepSeek-V4.1-Flash."""
-    fixed = {"PICKS": 64, "M": 8, "WHOLE": True, "ASM": True, "CHAINED": capability >= 90}
-    gate_up, down, rows = experts_triton.GATE_UP, experts_triton.DOWN, experts_triton.DOWN_ROWS
-    warps = experts_triton._warps(fixed["M"])
-    first = compiled(experts_triton._gate_up, 32, "fp16", capability, STAGES=3, num_warps=warps, **gate_up, **fixed)
-    second = compiled(experts_triton._down, rows, "fp16", capability, ROWS=rows, **down, **fixed)
+    tiles = tiles or Tiles()
+    first, second = (loop(listing(made(capability, rows, tiles))) for made in (gate_up, down))
     return {
-        "gate_up": a_weight(64, gate_up["BLOCK"], warps, loop(listing(first))),
-        "down": a_weight(rows, down["BLOCK"], down["num_warps"], loop(listing(second))),
+        "gate_up": a_weight(2 * tiles.half, tiles.block, tiles.warps, first),
+        "down": a_weight(tiles.down_rows, tiles.down_block, tiles.down_warps, second),
     }
 
 
@@ -134,6 +158,10 @@ def main() -> None:
     for capability in (90, 120):
         cells = [[*of.values(), mean(of)] for of in (decode(capability), chunk(capability))]
         print(f"| sm_{capability} | " + " | ".join(", ".join(f"{one:.2f}" for one in cell) for cell in cells) + " |")
+    print("\n| sm_90, rows | decode, tiles | gate and up, down |\n|---|---|---|")
+    for rows, tiles in ((16, Tiles(warps=2)), (16, Tiles()), (8, Tiles(eight=True)), (8, Tiles(eight=True, half=64))):
+        what = f"{8 if tiles.eight else 16} bits, {2 * tiles.half} rows, {tiles.warps} warps"
+        print(f"| {rows} | {what} | " + ", ".join(f"{one:.2f}" for one in decode(90, rows, tiles).values()) + " |")
 
 
 if __name__ == "__main__":

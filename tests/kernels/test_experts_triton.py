@@ -18,7 +18,7 @@ def run(device: str, cases: Path = CASES, **environment: str) -> str:
     ran = subprocess.run(
         [sys.executable, str(cases), device],
         env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True, text=True, timeout=480, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
@@ -36,22 +36,25 @@ def test_a_pipeline_is_as_deep_as_leaves_all_blocks_a_place(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for capability, wanted in (((9, 0), [4, 4, 3, 4, 3]), ((12, 1), [3] * 5)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        found = [experts_triton._stages(6 * rows, 8 * -(-rows // 8), 36, device) for rows in (1, 4, 6, 8, 16)]
+        tiles = {rows: experts_triton.tiles_of(rows, device) for rows in (1, 4, 6, 8, 16)}
+        found = [experts_triton._stages(one, 6 * rows, 36, device) for rows, one in tiles.items()]
         assert found == wanted
-    assert experts_triton._stages(6, 8, 36, torch.device("cpu")) == 3
+        assert len({one.eight for one in tiles.values()}) == 1, "a row's bits would depend on its company"
 
 
-def test_sixteen_columns_are_not_given_to_the_unit_that_sums_otherwise():
-    """Of the machine code, which needs no GPU."""
-    from bench.instructions import compiled, listing
-    from kernels import experts_triton
+def test_the_matrix_unit_of_sm_90_is_the_one_of_the_form():
+    """Of the machine code, which needs no GPU. `wgmma` sums otherwise: in 16 bits no count of rows may come to it, in 8
+    every one must, and its weights come from registers: through shared memory they would cost more than they spare."""
+    from bench.instructions import gate_up, listing, loop
+    from kernels.experts_triton import Tiles, tiles_of
 
-    for columns in (8, 16):
-        fixed = {"PICKS": 64, "M": columns, "WHOLE": True, "ASM": True, "CHAINED": True, "STAGES": 3}
-        warps = experts_triton._warps(columns)
-        code = listing(compiled(experts_triton._gate_up, 32, "fp16", 90, warps, **experts_triton.GATE_UP, **fixed))
-        assert any(line.startswith("HMMA") for line in code)
-        assert not any("GMMA" in line for line in code)
+    for rows, tiles in ((8, Tiles()), (16, Tiles()), (16, tiles_of(16, torch.device("cpu")))):
+        code = loop(listing(gate_up(90, rows, tiles)))
+        assert code["HMMA"] > 0
+        assert code["HGMMA"] + code["STS"] == 0
+    code = loop(listing(gate_up(90, 16, Tiles(eight=True, half=64))))
+    assert code["QGMMA"] == 16
+    assert code["HMMA"] + code["STS"] == 0
 
 
 @pytest.mark.gpu
