@@ -132,6 +132,31 @@ def _ordered(x, out, width, padded, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["count", "most"])
+def _find_tiles(ordered, places, order, tiles, count, most, TOKENS: tl.constexpr, SIZE: tl.constexpr):
+    """One program: `_sorted`'s order and tiles from its sorted slots and their picks, int64, both [count]."""
+    start, found = 0, 0  # of the last slot seen; tiles
+    for block in range(0, count, SIZE):
+        place = block + tl.arange(0, SIZE)
+        here = place < count
+        slot = tl.load(ordered + place, mask=here, other=-1)
+        is_first = slot != tl.load(ordered + place - 1, mask=here & (place > 0), other=-2)
+        starts = tl.maximum(tl.associative_scan(tl.where(is_first, place, 0), 0, _larger), start)
+        begins = here & (slot >= 0) & ((place - starts) % TOKENS == 0)
+        tile = found + tl.cumsum(begins.to(tl.int32), 0) - 1
+        tl.store(tiles + tile, place, mask=begins)
+        tl.store(order + place, tl.load(places + place, mask=here, other=0).to(tl.int32), mask=here)
+        start, found = tl.max(starts, 0), found + tl.sum(begins.to(tl.int32), 0)
+    for block in range(0, most, SIZE):
+        tile = block + tl.arange(0, SIZE)
+        tl.store(tiles + tile, tl.full([SIZE], -1, tl.int32), mask=(tile >= found) & (tile < most))
+
+
+@triton.jit
 def _rows_of(tiles, slots, count, TOKENS: tl.constexpr):
     """Of a tile: its slot (-1: there is no such tile), the places of its picks in the sorted order [TOKENS], and which
     of them there are."""
@@ -223,21 +248,16 @@ def tiling_of(rows: int, wide: bool) -> Tiling:
 
 
 def _sorted(picks: Tensor, size: int, distinct: int) -> tuple[Tensor, Tensor, Tensor]:
-    """picks [T, k] of at most `distinct` slots -> slot of each pick in ascending order, pick of each, both [T * k];
-    where in that order each tile of at most `size` picks of one slot begins, -1 behind the last. All int32, and the
-    host waits for none of it."""
-    ordered, order = torch.sort(picks.flatten(), stable=True)
+    """picks [T, k] int32 of at most `distinct` slots -> slot of each pick in ascending order, pick of each, both
+    [T * k]; where in that order each tile of at most `size` picks of one slot begins, -1 behind the last. All int32,
+    and the host waits for none of it."""
+    ordered, places = torch.sort(picks.flatten(), stable=True)
     count = len(ordered)
-    place = torch.arange(count, device=picks.device)
-    is_first = torch.ones(count, dtype=torch.bool, device=picks.device)
-    is_first[1:] = ordered[1:] != ordered[:-1]
-    rank = place - torch.cummax(torch.where(is_first, place, 0), 0).values
-    begins = (rank % size == 0) & (ordered >= 0)
     most = count // size + min(count, distinct)
-    tile = torch.where(begins, torch.cumsum(begins, 0) - 1, most)
-    tiles = torch.full((most + 1,), -1, dtype=torch.int32, device=picks.device)
-    tiles.scatter_(0, tile, place.to(torch.int32))
-    return ordered, order.to(torch.int32), tiles[:most]
+    order, tiles = torch.empty_like(ordered), ordered.new_empty(most)
+    at_once = 2048 if picks.is_cuda else 256  # the interpreter takes one after the other
+    _find_tiles[(1,)](ordered, places, order, tiles, count, most, TOKENS=size, SIZE=at_once, num_warps=8)
+    return ordered, order, tiles
 
 
 def grouped_experts(

@@ -2,6 +2,7 @@
 
 python tests/kernels/experts_cases.py cpu|cuda"""
 
+import itertools
 import random
 import sys
 from collections.abc import Iterator
@@ -122,6 +123,18 @@ def check_parts(device: str, shape: Shape) -> None:
     assert torch.equal(experts.sum_of_picks(outputs), whole), "what was computed first or later leaves a trace"
 
 
+def check_order(picks: Tensor, size: int) -> None:
+    """Picks by slot and in their own order within it; a tile begins after each `size` picks of a slot."""
+    ordered, order, tiles = experts_chunk_triton._sorted(picks, size, 10_000)
+    slots = picks.flatten().tolist()
+    wanted = sorted(range(len(slots)), key=lambda pick: (slots[pick], pick))
+    assert order.tolist() == wanted
+    assert ordered.tolist() == [slots[pick] for pick in wanted]
+    runs = itertools.groupby(enumerate(wanted), lambda at: slots[at[1]])
+    begins = [at for slot, run in runs if slot >= 0 for at in [place for place, _ in run][::size]]
+    assert tiles.tolist() == begins + [-1] * (len(tiles) - len(begins))
+
+
 def check_tiles(device: str, shape: Shape) -> None:
     """A chunk launches no more tiles than a layer's experts may fill, however many slots there are."""
     x, slots, record, picks, weights = [
@@ -131,6 +144,7 @@ def check_tiles(device: str, shape: Shape) -> None:
     few, all_ = (experts_chunk_triton._sorted(picks, 4, most)[2] for most in (experts_, 10_000))
     assert len(few) == picks.numel() // 4 + experts_ < len(all_) == picks.numel() // 4 + picks.numel()
     assert few[few >= 0].tolist() == all_[all_ >= 0].tolist()
+    check_order(torch.where(picks == 1, -1, picks), 4)
     given = (x, slots, record, picks, weights, LIMIT, device == "cuda")
     bounded, open_ = (experts_chunk_triton.grouped_experts(*given, distinct=most) for most in (experts_, None))
     assert torch.equal(bounded, open_), "tiles that nobody needs leave a trace"
@@ -181,6 +195,9 @@ def main(device: str) -> None:
         check_rows(device, LARGE[2], tiles=EIGHT[1])
     for shape in (SMALL[1], CHUNKS[0]) if device == "cpu" else (LARGE[1], LARGE_CHUNKS[1]):
         check_parts(device, shape)
+    many = torch.randint(-1, 300, (900, 6), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
+    check_order(many.to(device), 8)
+    check_order(torch.zeros(3000, 1, dtype=torch.int32, device=device), 64)
     check_tiles(device, CHUNKS[0] if device == "cpu" else LARGE_CHUNKS[0])
     given = problem(CHUNKS[0] if device == "cpu" else LARGE_CHUNKS[1], False, 2)
     assert torch.equal(fast(device, *given), fast(device, *given)), "a chunk's bits vary"
