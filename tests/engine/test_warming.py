@@ -11,7 +11,7 @@ from real_pair import opened
 from tided import boot
 from tided.engine.build import build_rank
 from tided.engine.offline import first_pairs
-from tided.engine.warming import prompts, row_counts, warm_up
+from tided.engine.warming import ends, prompts, row_counts, warm_up
 from tided.models.parallel import Alone
 from tided.settings import Cache, Engine
 
@@ -47,8 +47,8 @@ def test_it_computes_every_number_of_rows_and_nothing_of_it_is_left(monkeypatch)
     warm_up(rank.model, rank.bank.tap, model.settings, lambda *progress: told.append(progress))
     monkeypatch.undo()
     assert [given[2] for given in decoded[:-1]] == [[count] for count in range(1, 7)]  # two lanes, two drafts each
-    assert [len(given[1]) for given in prefilled] == [37, 16, 37]
-    assert counted == [False, False, True]  # the last prompt and step, whose demand is forgotten
+    assert [len(given[1]) for given in prefilled] == [*range(1, 17), 37, 16, 37]
+    assert counted == [False] * 18 + [True]  # the last prompt and step, whose demand is forgotten
     assert [len(given[0]) for given in proposed] == [1, 1, 1, 2, 2, 2]  # of one lane and two, by three laws
     assert [given[2].law(1).name for given in proposed[:3]] == ["likeliest", "raced", "ranked"]
     assert told[0] == ("warming up", 0, 6)
@@ -71,6 +71,7 @@ def test_rows_and_prompts_are_what_the_profile_can_ask_for():
     tiny = replace(base, cache=Cache(context_tokens=9, pool_tokens=128), engine=Engine(lanes=8))
     assert list(row_counts(tiny, 0)) == [1, 2, 3, 4]
     assert prompts(tiny, 4) == [1]
+    assert list(ends(tiny)) == list(range(1, 9))
     assert prompts(base, 16) == [37, base.model.prefill_chunk_tokens]
 
 

@@ -28,6 +28,8 @@ def warm_up(model: Model, tap: DemandTap, settings: Settings, told: Told) -> Non
     """Prompts and decode steps as serving will have them, while no lane is open."""
     rows = row_counts(settings, model.draft_tokens)
     device, tap.enabled = tap.uses.device, False
+    for tokens in ends(settings):
+        _prefill(model, tokens)
     lane = model.open_lane(0)
     try:
         for tokens in prompts(settings, rows[-1]):
@@ -47,6 +49,14 @@ def warm_up(model: Model, tap: DemandTap, settings: Settings, told: Told) -> Non
         model.close_lane(lane)
         tap.enabled = True
     _count(model, tap, min(SHORT_TOKENS, settings.cache.context_tokens - 1))
+
+
+def _prefill(model: Model, tokens: int) -> None:
+    lane = model.open_lane(0)
+    try:
+        model.prefill(lane, torch.full((tokens,), TOKEN), "last")
+    finally:
+        model.close_lane(lane)
 
 
 def _count(model: Model, tap: DemandTap, tokens: int) -> None:
@@ -76,6 +86,12 @@ def row_counts(settings: Settings, draft_tokens: int) -> range:
     each = 1 + (0 if draft == "off" else min(int(draft), draft_tokens) if draft.isdigit() else draft_tokens)
     room = (settings.cache.context_tokens - 1) // 2  # each stays one token, and a block needs room behind them
     return range(1, min(ROWS, settings.engine.lanes * each, max(1, room)) + 1)
+
+
+def ends(settings: Settings) -> range:
+    """Tokens of the last chunk of a prompt, where kernels of decode steps compute it: they have forms by how many rows
+    there are, which steps of so few lanes may not have."""
+    return range(1, min(ROWS, settings.cache.context_tokens - 1) + 1)
 
 
 def prompts(settings: Settings, rows: int) -> list[int]:
