@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from tidectl import stdin
 from tided.api.messages import parse_tools
+from tided.chat.calls_reading import FinishedCall
 from tided.chat.deltas import Content, Delta, Reasoning
 from tided.chat.families import FAMILIES, Parser
 from tided.chat.fields import Fields, refuse
 from tided.chat.messages import Start, Tool
-from tided.chat.parse_calls import FinishedCall
 from tided.chat.text import well_formed
 from tided.errors import DataError, RequestError
 

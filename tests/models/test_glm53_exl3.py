@@ -66,7 +66,7 @@ def test_trellises_stay_trellises_where_they_are_padded():
     """As on a GPU: 192 outputs of kv_a are stored as 256. Every layer takes the bytes that were told before."""
     checkpoint = Checkpoint.open(EXL3)
     shapes = linears(read_config(checkpoint.config))
-    stored, wide = (Weights(checkpoint, shapes, Alone(), torch.device("cpu"), widened) for widened in (False, True))
+    stored, wide = (Weights(checkpoint, Alone(), torch.device("cpu"), shapes, widened) for widened in (False, True))
     for name, shape in shapes.items():
         if f"{name}.trellis" in checkpoint.tensors or f"{name}.weight" in checkpoint.tensors:
             held = stored.linear(name)
@@ -84,7 +84,7 @@ def test_a_matrix_of_heads_is_decoded_once():
     """For steps on a GPU: whatever it is stored in, bf16."""
     checkpoint = Checkpoint.open(EXL3)
     shapes = linears(read_config(checkpoint.config))
-    stored = Weights(checkpoint, shapes, Alone(), torch.device("cpu"), widened=False)
+    stored = Weights(checkpoint, Alone(), torch.device("cpu"), shapes, widened=False)
     name, half = "model.layers.0.self_attn.q_b_proj", slice(128, 256)
     whole = packed.dense(stored.linear(name))
     assert torch.equal(stored.whole(name, torch.bfloat16), whole.bfloat16())

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
+from tided.chat.calls_reading import FinishedCall
 from tided.chat.deltas import Content, Delta, Reasoning, merged
 from tided.chat.messages import Start
-from tided.chat.parse_calls import FinishedCall
 from tided.chat.stops import StopStrings
 
 FinishReason = Literal["stop", "length", "tool_calls"]

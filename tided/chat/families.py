@@ -7,12 +7,12 @@ import msgspec
 
 from tided.chat import deepseek_v41, deepseek_v41_tools, glm53, glm53_markers, glm53_parse, markers, parse
 from tided.chat.answer_parse import FinishReason
+from tided.chat.calls_reading import FinishedCall
 from tided.chat.deepseek_v41_grammar import DeepseekV41Grammar
 from tided.chat.deltas import Delta
 from tided.chat.glm53_grammar import Glm53Grammar
 from tided.chat.grammar_terms import AnswerGrammar, Usable
 from tided.chat.messages import Conversation, Prompt, Start, Tool
-from tided.chat.parse_calls import FinishedCall
 from tided.chat.tokenizer import Tokenizer
 from tided.errors import DataError
 

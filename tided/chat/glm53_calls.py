@@ -12,26 +12,23 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from tided.chat.arguments import Arguments
+from tided.chat.calls_reading import CallsReading
 from tided.chat.deltas import CallArguments, CallStarted, Delta
 from tided.chat.glm53_markers import Tags
 from tided.chat.markers import partial
 from tided.chat.messages import Tool
-from tided.chat.parse_calls import FinishedCall
 from tided.chat.schema_types import ONLY_STRING, parameter_types, typed_json
 
 _State = Literal["between", "name", "key", "gap", "value", "args", "done"]
 
 
-class Glm53Calls:
+class Glm53Calls(CallsReading[_State]):
     """Begins behind the first `<tool_call>`. `max_calls`: the answer ends after that many."""
 
     def __init__(self, tags: Tags, tools: Mapping[str, Tool], max_calls: int | None) -> None:
         self._tags, self._tools, self._max_calls = tags, tools, max_calls
-        self._state: _State = "name"
-        self._buffer = self._name = self._key = ""
-        self._out: list[Delta] = []
-        self._calls: list[tuple[str, str, Arguments]] = []
-        self._steps: dict[_State, Callable[[], bool]] = {
+        self._name = self._key = ""
+        steps: dict[_State, Callable[[], bool]] = {
             "between": self._between_step,
             "name": self._name_step,
             "key": self._key_step,
@@ -40,21 +37,7 @@ class Glm53Calls:
             "args": self._args_step,
             "done": self._done_step,
         }
-
-    @property
-    def done(self) -> bool:
-        return self._state == "done"
-
-    @property
-    def calls(self) -> list[FinishedCall]:
-        return [FinishedCall(call_id, name, arguments.text) for call_id, name, arguments in self._calls]
-
-    def feed(self, text: str) -> list[Delta]:
-        self._buffer += text
-        while self._steps[self._state]():
-            pass
-        out, self._out = self._out, []
-        return out
+        super().__init__(steps, "name", "done")
 
     def finish(self, reason: Literal["stop", "length"]) -> tuple[list[Delta], bool]:
         """The last pieces, and whether the last call stays cut. A name that nothing followed is a call only at a

@@ -11,9 +11,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-import msgspec
-
 from tided.chat.arguments import Arguments, as_json
+from tided.chat.calls_reading import CallsReading
 from tided.chat.deltas import CallArguments, CallStarted, Delta
 from tided.chat.markers import Patterns, closing_tag, partial, spelled
 from tided.chat.messages import Tool
@@ -23,24 +22,14 @@ _State = Literal["calls", "name", "args", "param-name", "param-value", "done"]
 _LAYOUT_TAIL = 64
 
 
-class FinishedCall(msgspec.Struct, frozen=True):
-    id: str
-    name: str
-    arguments: str
-
-
-class CallsReader:
+class CallsReader(CallsReading[_State]):
     """`max_calls`: the block ends after that many. `tools`: the declared ones, for unwrapping arguments."""
 
     def __init__(self, patterns: Patterns, tools: Mapping[str, Tool], max_calls: int | None) -> None:
         self._patterns, self._tools, self._max_calls = patterns, tools, max_calls
-        self._state: _State = "calls"
-        self._buffer = ""
         self._final = False
-        self._out: list[Delta] = []
-        self._calls: list[tuple[str, str, Arguments]] = []
         self._parameter: tuple[str, str | None] = ("", None)
-        self._steps: dict[_State, Callable[[], bool]] = {
+        steps: dict[_State, Callable[[], bool]] = {
             "calls": self._calls_step,
             "name": self._name_step,
             "args": self._args_step,
@@ -48,21 +37,7 @@ class CallsReader:
             "param-value": self._param_value_step,
             "done": self._done_step,
         }
-
-    @property
-    def done(self) -> bool:
-        return self._state == "done"
-
-    @property
-    def calls(self) -> list[FinishedCall]:
-        return [FinishedCall(call_id, name, arguments.text) for call_id, name, arguments in self._calls]
-
-    def feed(self, text: str) -> list[Delta]:
-        self._buffer += text
-        while self._steps[self._state]():
-            pass
-        out, self._out = self._out, []
-        return out
+        super().__init__(steps, "calls", "done")
 
     def finish(self, reason: Literal["stop", "length"]) -> tuple[list[Delta], bool]:
         """The last pieces, and whether the arguments of the last call stay cut."""

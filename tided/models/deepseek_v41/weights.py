@@ -1,38 +1,21 @@
 """Reads one rank's share of the dense weights: as the fp32 tensors that the CPU kernels multiply with, or `packed`, as
 they are stored, for devices whose kernels read them so."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.formats import GROUP, fp8_blocks
 from kernels.linear import Fp8Matrix, Matrix
-from packers.shards import Checkpoint
-from tided.models.parallel import Group, share
-
-ALL = slice(None)
+from tided.models.below import ALL, Below
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Tensors below a name prefix. `cut` gives this rank's part of a dimension."""
+class Weights(Below):
+    """Tensors of BF16, F32 and FP8."""
 
-    checkpoint: Checkpoint
-    group: Group
-    device: torch.device
     packed: bool = False
-    prefix: str = ""
-
-    def under(self, prefix: str) -> "Weights":
-        return replace(self, prefix=f"{self.prefix}{prefix}.")
-
-    def cut(self, length: int) -> slice:
-        return share(length, self.group)
-
-    def plain(self, name: str, rows: slice = ALL) -> Tensor:
-        """A BF16 or F32 tensor as fp32; `rows` of its first dimension. A copy: a view would hold the mapped file."""
-        return self.checkpoint.read(self.prefix + name)[rows].to(self.device, torch.float32, copy=True)
 
     def stored(self, name: str) -> Tensor:
         """A tensor in the type of the file; a copy."""

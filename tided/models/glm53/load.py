@@ -127,7 +127,7 @@ def load(checkpoint: Checkpoint, settings: Settings, group: Group, bank: ExpertB
     configuration says, ConfigError for settings that the model cannot serve."""
     _check(read_config(checkpoint.config), settings, group)
     c = inventory(checkpoint, settings)
-    numerics, weights = numerics_of(settings), Weights(checkpoint, linears(c), group, device, _is_widened(settings))
+    numerics, weights = numerics_of(settings), Weights(checkpoint, group, device, linears(c), _is_widened(settings))
     pool = Pool(_layout(c, settings, group.ranks), settings.cache.pool_tokens, device)
     share = Share(group.rank, group.ranks) if settings.cache.split else ALONE
     contexts = Contexts(pool, row_format(c, settings, numerics), share)

@@ -14,7 +14,7 @@ The tool that writes EXL3 pads both dimensions of linear layers to 128, those th
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,10 +26,9 @@ from kernels.packed import FP8_BLOCK
 from packers.headers import DTYPE_BYTES
 from packers.shards import Checkpoint, TensorInfo, TensorSpec
 from tided.errors import TensorError
+from tided.models.below import ALL, Below
 from tided.models.glm53.names import PLAIN, Cut
-from tided.models.parallel import Group, share
 
-ALL = slice(None)
 PADDED = 128
 Kind = Literal["plain", "fp8", "mxfp4", "exl3"]
 SCALES_FP8 = ("weight_scale_inv", "weight_scale")
@@ -107,26 +106,11 @@ def expected_of(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> di
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Tensors below a name prefix. `shapes`: [N, K] of all linear layers. `widened`: they are kept as fp32, exactly
-    what is stored. `cut`: this rank's part of a dimension."""
+class Weights(Below):
+    """`shapes`: [N, K] of all linear layers. `widened`: they are kept as fp32, exactly what is stored."""
 
-    checkpoint: Checkpoint
     shapes: Mapping[str, tuple[int, int]]
-    group: Group
-    device: torch.device
     widened: bool = True
-    prefix: str = ""
-
-    def under(self, prefix: str) -> "Weights":
-        return replace(self, prefix=f"{self.prefix}{prefix}.")
-
-    def cut(self, length: int) -> slice:
-        return share(length, self.group)
-
-    def plain(self, name: str, rows: slice = ALL) -> Tensor:
-        """A tensor that is not quantised as fp32; `rows` of its first dimension. A copy: a view would hold the file."""
-        return self.checkpoint.read(self.prefix + name)[rows].to(self.device, torch.float32, copy=True)
 
     def linear(self, name: str, rows: slice = ALL, columns: slice = ALL) -> packed.Linear:
         """A linear layer [N, K]; cut first, so that only the rank's share is read. Raises ValueError for a cut through
