@@ -1,18 +1,16 @@
 """The GPU's form of EXL3 experts: in Triton's interpreter on a CPU, and on a GPU where there is one."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.kernels.test_experts_triton import run
+from tests.kernels.cases import PATIENT, run
 
-CASES = Path(__file__).with_name("exl3_cases.py")
+pytestmark = PATIENT
 
 
 def test_in_the_interpreter_it_is_the_reference():
-    assert run("cpu", CASES, TRITON_INTERPRET="1").endswith("ok\n")
+    assert run("exl3_cases.py", "cpu", TRITON_INTERPRET="1").endswith("ok\n")
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_the_reference_at_the_sizes_of_the_large_model():
-    assert run("cuda", CASES).endswith("ok\n")
+    assert run("exl3_cases.py", "cuda").endswith("ok\n")

@@ -1,31 +1,17 @@
 """The GPU's forms of the experts: in Triton's interpreter on a CPU, and on a GPU where there is one."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-CASES, ROOT = Path(__file__).with_name("experts_cases.py"), Path(__file__).parents[2]
-PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+from tests.kernels.cases import PATIENT, run
 
-
-def run(device: str, cases: Path = CASES, **environment: str) -> str:
-    """A process of its own: the interpreter is chosen when Triton is imported."""
-    ran = subprocess.run(
-        [sys.executable, str(cases), device],
-        env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=480, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
+pytestmark = PATIENT
 
 
 def test_in_the_interpreter_it_is_the_reference():
-    assert run("cpu", TRITON_INTERPRET="1").endswith("ok\n")
+    assert run("experts_cases.py", "cpu", TRITON_INTERPRET="1").endswith("ok\n")
 
 
 def test_a_pipeline_is_as_deep_as_leaves_all_blocks_a_place(monkeypatch):
@@ -59,4 +45,4 @@ def test_the_matrix_unit_of_sm_90_is_the_one_of_the_form():
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_the_reference_at_the_sizes_of_the_large_model():
-    assert run("cuda").endswith("ok\n")
+    assert run("experts_cases.py", "cuda").endswith("ok\n")

@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.kernels.cases import run
+from tests.kernels.cases import PATIENT, run
+
+pytestmark = PATIENT
 
 
 def test_in_the_interpreter_they_are_the_references():

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.kernels.cases import run
+from tests.kernels.cases import PATIENT, run
+
+pytestmark = PATIENT
 
 
 def test_in_the_interpreter_ranks_that_share_memory_add_as_torch_does():

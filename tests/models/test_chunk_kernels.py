@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.cases import run
+from tests.kernels.cases import PATIENT, run
 
 HERE = Path(__file__).parent
+pytestmark = PATIENT
 
 
 def test_in_the_interpreter_they_are_the_cpu_s():

@@ -7,12 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kernels.cases import run
+from tests.kernels.cases import PATIENT, run
 from tests.models.rig import GLM, Threads, load_model
 from tests.models.test_glm53_cache import kept
 from tests.models.test_glm53_golden import LOGITS, serve
 
 HERE = Path(__file__).parent
+pytestmark = PATIENT
 
 GOLDEN = load_file(GLM / "golden_main.safetensors")
 TOKENS = GOLDEN["tokens"].long()
