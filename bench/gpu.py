@@ -49,7 +49,8 @@ def main() -> None:
     parser.add_argument(
         "--peers", type=Path, nargs="+", default=[], help="folders, wheels or zips, for experts; none: ours alone"
     )
-    parser.add_argument("--forms", action="store_true", help="of experts, other tiles of our kernel too")
+    parser.add_argument("--forms", action="store_true", help="of experts, other tiles of a decode step's kernel too")
+    parser.add_argument("--work", nargs="+", choices=gpu_experts.WORK, default=gpu_experts.WORK, help="of experts")
     parser.add_argument("--no-times", action="store_true", help="of experts, what they compute alone")
     options = parser.parse_args()
     if "exl3" in options.part and options.wheel is None:
@@ -74,7 +75,8 @@ def main() -> None:
         gpu_experts.show(
             options.peers,
             Path("scratch/peers"),
-            options.forms,
+            gpu_experts.FORMS if options.forms else {},
+            options.work,
             best,
             options.rounds,
             options.repeats,

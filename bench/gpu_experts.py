@@ -12,7 +12,7 @@ import functools
 import itertools
 import statistics
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -33,13 +33,15 @@ FORMS = {
     "8 bits, 64 rows": Tiles(eight=True),
     "8 bits, 64 rows, 4 stages": Tiles(eight=True, stages=4),
     "8 bits, 128 rows": Tiles(eight=True, half=64),
-    "8 bits, 128 rows, 4 stages": Tiles(eight=True, half=64, stages=4),
+    "8 bits, 128 rows, 128 registers": Tiles(eight=True, half=64, registers=128),
+    "8 bits, 128 rows, 128 registers, 4 stages": Tiles(eight=True, half=64, registers=128, stages=4),
     "8 bits, 128 rows x 128, 4 stages": Tiles(eight=True, half=64, block=128, stages=4),
     "16 bits, 4 warps; down 64 rows, 4 warps": Tiles(down_warps=4),
     "16 bits, 4 warps; down 128 rows, 4 warps": Tiles(down_rows=128, down_warps=4),
     "16 bits, 4 warps; down 4 stages": Tiles(down_stages=4),
     "8 bits, 128 rows; down 128 rows, 4 warps": Tiles(eight=True, half=64, down_rows=128, down_warps=4),
 }
+WORK = ("decode", "chunk")
 SAME = 6e-2  # relative: 8-bit hidden rows come to 3e-2, rows rounded to 8 bits a second time to as much again
 
 Work = Callable[[], Tensor]
@@ -223,12 +225,20 @@ def chunk(slots: Tensor, rows: int, peers: dict[str, Peer], rounds: int, repeats
 
 
 def show(
-    places: list[Path], folder: Path, forms: bool, best: float, rounds: int, repeats: int, timing: bool = True
+    places: list[Path],
+    folder: Path,
+    forms: dict[str, Tiles],
+    work: Sequence[str],
+    best: float,
+    rounds: int,
+    repeats: int,
+    timing: bool = True,
 ) -> None:
     slots = filled(EXPERTS)
     layer = layer_of(slots, RECORD, TOP_K, LIMIT)
     peers = made(list(found(places, folder)), layer)
     del layer
-    decode_rows(slots, peers, FORMS if forms else {}, best, rounds, repeats, timing)
-    for rows in CHUNKS:
+    if "decode" in work:
+        decode_rows(slots, peers, forms, best, rounds, repeats, timing)
+    for rows in CHUNKS if "chunk" in work else ():
         chunk(slots, rows, peers if rows == CHUNK else {}, rounds, repeats, timing)

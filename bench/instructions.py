@@ -95,7 +95,8 @@ def gate_up(capability: int, rows: int, tiles: Tiles) -> bytes:
     halves = not tiles.eight and experts_triton._halves(columns, tiles.warps)
     return compiled(
         experts_triton._gate_up, tiles.half, "fp8e4nv" if tiles.eight else "fp16", capability, tiles.warps,
-        HALF=tiles.half, BLOCK=tiles.block, STAGES=tiles.stages or 4, EIGHT=tiles.eight, HALVES=halves, **fixed,
+        HALF=tiles.half, BLOCK=tiles.block, STAGES=tiles.stages or 4, EIGHT=tiles.eight, HALVES=halves,
+        maxnreg=tiles.registers, **fixed,
     )  # fmt: skip
 
 

@@ -195,21 +195,22 @@ class Tiles:
     block: int = 256  # weights of a row at a time, a multiple of 128
     stages: int | None = 3  # None: as deep as leaves all blocks a place (`_stages`)
     warps: int = 4
+    registers: int | None = None  # a thread of gate and up; None: as many as the compiler likes
     down_rows: int = 64  # of w2, where the width allows
     down_block: int = 128
     down_stages: int = 3
     down_warps: int = 2
 
 
-# For up to eight rows, and for more. `eight` is the same for both: a row's bits hang on it.
-SM_90 = (Tiles(stages=None), Tiles(warps=2))
-OTHERS = (Tiles(), Tiles(warps=2))
+# By the most rows. `eight` is one for all of a device: a row's bits hang on it.
+SM_90 = ((8, Tiles(stages=None)), (MAX_ROWS, Tiles(warps=2)))
+OTHERS = ((8, Tiles()), (MAX_ROWS, Tiles(warps=2)))
 
 
 def tiles_of(rows: int, device: torch.device) -> Tiles:
     """What a decode step of so many rows takes: the one place where a device chooses."""
     of_device = SM_90 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else OTHERS
-    return of_device[rows > 8]
+    return next(tiles for most, tiles in of_device if rows <= most)
 
 
 def _halves(columns: int, warps: int) -> bool:
@@ -313,8 +314,8 @@ def pick_outputs(
         _paired(slots, record, w1, half, block), slots, record.slot_bytes, table, weights, ordered, factors, hidden,
         top_k, limit, x_width // block, d // 32, s1.offset, s3.offset, x_width, hidden_width, HALF=half, BLOCK=block,
         WHOLE=d % block == 0, HALVES=not tiles.eight and _halves(m, tiles.warps), EIGHT=tiles.eight,
-        STAGES=_stages(tiles, count, n // half, x.device), num_warps=tiles.warps, ASM=asm, **shape,
-        **launch,
+        STAGES=_stages(tiles, count, n // half, x.device), num_warps=tiles.warps, maxnreg=tiles.registers, ASM=asm,
+        **shape, **launch,
     )  # fmt: skip
     block, rows = tiles.down_block, tiles.down_rows if d % tiles.down_rows == 0 else 32
     _down[(d // rows, count)](
