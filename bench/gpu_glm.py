@@ -100,7 +100,7 @@ def made(
     for pair in pairs:
         kind = int(kinds.of[pair])
         begin = slots[pair] = arena.take(kind)
-        arena.hold(begin, pair)
+        arena.hold({pair: begin})
         noise(arena.data[begin : begin + kinds.nbytes[kind] // PAGE_BYTES])
     first = shape_first(opened)
     write_heads(arena.data, record, ((slot, widths_of(first + pair[0], pair[1])) for pair, slot in slots.items()))

@@ -101,8 +101,8 @@ def add_some_demand(
 ) -> None:  # fmt: skip
     """As `add_demand`, of the rows that are told, for a graph. `seen`: layers, lanes, wanted, scores, weights, missed;
     `books`: counts, mass, uses, totals. told [1 + T] int64: in which of the kept places wanted and weights are copied
-    to, `kept` [places, n, T, k] each, those of rows that do not count as expert 0 without weight; and of each row
-    whether it counts. added [n, T, 8] fp32: to write over."""
+    to, `kept` [places, n, T, k] each, which may be pinned memory of the host, those of rows that do not count as expert
+    0 without weight; and of each row whether it counts. added [n, T, 8] fp32: to write over."""
     layers, lanes, *rest = seen
     _launch((lanes, layers, *rest), seen[5], books, light, kept, added, told, False)
 

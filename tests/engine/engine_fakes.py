@@ -148,6 +148,9 @@ class FakeResidents:
     def reading(self) -> int:
         return len(self.under_way)
 
+    def at_once(self):
+        return self.tables.at_once()
+
     def read(self, number, pair, out, joins=False) -> None:
         assert not joins
         assert pair not in self.pairs

@@ -376,7 +376,7 @@ def test_memory_that_is_given_up_is_the_systems_again():
     for at in range(60):
         slot = arena.take()
         arena.load(slot, lambda out, at=at: out.__setitem__(slice(None), bytes([at + 1]) * nbytes))
-        arena.hold(slot, (0, at))
+        arena.hold({(0, at): slot})
     for slot in [arena.take() for _ in range(4)]:
         arena.load(slot, lambda out: out.__setitem__(slice(None), b"s" * nbytes))
         arena.release(slot)

@@ -5,9 +5,10 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from engine_fakes import EXPERTS, LAYERS, LIMITS, PAIRS, SWAPS, TOP_K, Bench, FakePilot, request
+from engine_fakes import EXPERTS, LAYERS, LIMITS, PAIRS, SWAPS, TOP_K, Alone, Bench, FakePilot, executor, request
 from test_loops import chanting
 
+from tided.control.messages import Admission, Change, Load, Prefill, Step, Swap
 from tided.engine import motion
 from tided.engine.core import IDLE_WAIT_S, LANDING_WAIT_S
 from tided.engine.fairness import Pace
@@ -15,6 +16,7 @@ from tided.engine.sampling import sample
 from tided.engine.scheduler import Limits
 from tided.engine.types import Failed, Finished, Tokens
 from tided.errors import ContextOverflowError, PairError
+from tided.experts.sendings import Sendings
 from tided.settings import Tide
 from tided.tide.demand import RouterShape
 from tided.tide.history import History
@@ -150,6 +152,57 @@ def test_one_too_many_fails_alone():
     bench.finish()
     assert [e.request_id for e in bench.events if isinstance(e, Failed)] == ["c"]
     assert [bench.end(name).reason for name in "ab"] == ["length"] * 2
+
+
+def test_a_change_is_sent_to_the_device_once_before_the_step_computes(monkeypatch):
+    rank, sent = executor(ring_slots=2), []
+    residents, send = rank.residents, Sendings.send
+    rank.execute(Step(1, 0, change=Change(load=[Load(1, (0, 7)), Load(2, (1, 6), (1, 1)), Load(3, (2, 5))])))
+    residents.landed()
+    rank.execute(Step(2, 0, change=Change(publish=[1])))
+    monkeypatch.setattr(Sendings, "send", lambda self: (sent.append(residents.reading), send(self)))
+    admit = [Admission(0, request("a", prompt=3))]
+    change = Change(publish=[2, 3], promote=[Swap((0, 0), (0, 7))], withdraw=[(0, 0)], load=[Load(4, (0, 0))])
+    rank.execute(Step(3, 1, change=change, admit=admit, work=Prefill(0, 0, 3)))
+    assert sent == [0], "the change is whole, and no read of the step has begun"
+    there = {(layer, expert) for layer, expert in rank.model.tables.routable.nonzero().tolist()}
+    assert there == {*PAIRS, (1, 6), (2, 5), (0, 7)} - {(1, 1), (0, 0)}
+
+
+class Eager(Alone):
+    """Another rank is done with a step as soon as it was sent. Where its digest is due that is what comes from it next,
+    and who looks for anything else is at odds with it, as `control.lockstep` is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.due, self.compared, self.looks = False, 0, []
+
+    def send(self, step: Step) -> None:
+        super().send(step)
+        self.due = step.digest_due
+
+    def landed(self) -> list[int]:
+        if self.due:
+            raise PairError("rank 1 sent an unexpected Digest")
+        self.looks.append(len(self.sent))
+        return []
+
+    failed = landed
+
+    def compare(self, seq: int, digest: str) -> dict[int, float]:
+        self.due, self.compared = False, self.compared + 1
+        return {}
+
+
+def test_beside_a_step_nobody_looks_for_reads_where_a_digest_comes_next():
+    bench = Bench(link=Eager(), pilot=FakePilot(prompt=SWAPS))
+    bench.engine.executor.residents.holds = True
+    bench.submit(request("a", prompt=9, max_tokens=20))
+    bench.turn(12)
+    assert bench.link.compared == 3
+    assert bench.engine.motion.reading == 2
+    looked = [bench.link.looks.count(step) for step in range(6, 10)]
+    assert looked == [4, 4, 2, 4], "beside a step and behind it, but for the one whose digest is due"
 
 
 # The moments of the tide

@@ -37,16 +37,20 @@ def test_the_null_slot_decodes_to_zero_weights():
 
 def test_a_slot_is_used_only_as_its_state_allows():
     arena = Arena(RECORD, 2, 1, CPU)
-    slot = arena.take()
-    arena.hold(slot, (0, 0))
+    slot, other = arena.take(), arena.take()
+    arena.hold({(0, 0): slot})
     for wrong in (
-        lambda: arena.hold(slot, (0, 1)),
+        lambda: arena.hold({(0, 1): slot}),
         lambda: arena.load(slot, lambda out: None),
         lambda: arena.drop((0, 1)),
-        lambda: arena.hold(arena.take(), (0, 0)),
+        lambda: arena.hold({(0, 0): other}),
+        lambda: arena.hold({(0, 2): other, (0, 3): other}),
+        lambda: arena.hold({(0, 2): other, (0, 3): slot}),
     ):
         with pytest.raises(PairError):
             wrong()
+        assert arena.directory == {(0, 0): slot}
+        arena.check()
     with pytest.raises(ValueError, match="spare"):
         Arena(RECORD, 2, 0, CPU)
 
@@ -55,8 +59,8 @@ def test_a_slot_is_used_only_as_its_state_allows():
 def test_the_arenas_check_can_fail(damage):
     arena = Arena(RECORD, 2, 2, CPU)
     slots = [arena.take(), arena.take()]
-    arena.hold(slots[0], (0, 0))
-    arena.hold(slots[1], (0, 1))
+    arena.hold({(0, 0): slots[0]})
+    arena.hold({(0, 1): slots[1]})
     arena.check()
     if damage == "directory":
         arena._slot_of[0, 0] = slots[1]

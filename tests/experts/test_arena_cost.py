@@ -20,12 +20,12 @@ def lines_of_a_swap(slots: int) -> int:
     """Lines of Python that ROUNDS exchanges take in an arena of so many residents."""
     arena = Arena(RECORD, slots, 1, torch.device("cpu"))
     for expert in range(slots):
-        arena.hold(arena.take(), (0, expert))
+        arena.hold({(0, expert): arena.take()})
 
     def swaps() -> None:
         for expert in range(ROUNDS):
             slot = arena.take()
-            arena.hold(slot, (1, expert))
+            arena.hold({(1, expert): slot})
             assert arena.slot_of((1, expert)) == slot
             arena.drop((0, expert))
 

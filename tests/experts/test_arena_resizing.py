@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kernels.record import PAGE_BYTES
 from tided.errors import PairError
-from tided.experts.arena import Arena, SlotClass
+from tided.experts.arena import Arena
+from tided.experts.slot_classes import SlotClass
 
 SIZES = (PAGE_BYTES, 3 * PAGE_BYTES)
 KINDS = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 0, 1]], dtype=np.int64)
@@ -37,7 +38,7 @@ class Resizing(RuleBasedStateMachine):
         slot = self.arena.take(kind)
         self.serial = self.serial % 250 + 1
         self.arena.load(slot, lambda out: out.__setitem__(slice(None), bytes([self.serial]) * SIZES[kind]))
-        self.arena.hold(slot, pair)
+        self.arena.hold({pair: slot})
         self.bytes[pair] = self.serial
 
     @rule(at=st.integers(0, 11))

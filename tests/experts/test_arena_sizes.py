@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from kernels.exl3_record import Exl3Record, Stored
 from kernels.record import PAGE_BYTES, ExpertRecord
 from tided.errors import DataError, PairError
-from tided.experts.arena import Arena, SlotClass
+from tided.experts.arena import Arena
 from tided.experts.io import Depths, IoScheduler
 from tided.experts.residents import Residents
+from tided.experts.slot_classes import SlotClass
 from tided.experts.tables import RoutingTables
 from tided.tide.kinds import first_order, kinds_of
 from tided.tide.planner import boot_set_of_bytes, first_set
@@ -125,12 +126,12 @@ def test_a_first_set_needs_places_of_its_sizes():
 def test_the_check_sees_a_slot_of_a_wrong_size(damage):
     one = arena()
     slot = one.take(0)
-    one.hold(slot, (0, 0))
+    one.hold({(0, 0): slot})
     one.check()
     if damage == "free":
         one._free[1].append(one._free[0].pop())
     else:
-        one._kind_of = np.ones_like(KINDS)
+        one._kinds = np.ones_like(KINDS).tolist()
     with pytest.raises(PairError, match="size"):
         one.check()
 
@@ -141,7 +142,7 @@ def test_sizes_are_whole_pages():
     one = arena()
     slot = one.take(1)
     with pytest.raises(PairError, match="another size"):
-        one.hold(slot, (0, 0))
+        one.hold({(0, 0): slot})
 
 
 def test_one_size_is_laid_out_as_ever():

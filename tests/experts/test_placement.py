@@ -16,8 +16,10 @@ from packers.memory import HUGE_PAGE_SIZE, LARGE_BYTES
 from tests.mapped import flags_of
 from tided.engine.devices import is_shortage
 from tided.experts import placement
-from tided.experts.arena import Arena, SlotClass
+from tided.experts.arena import Arena
+from tided.experts.landing import Mark
 from tided.experts.placement import Cuda, Slots, choose, slots_on
+from tided.experts.slot_classes import SlotClass
 
 RECORD = ExpertRecord(64, 64, 1)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -238,7 +240,7 @@ def test_slots_of_one_memory_are_used_and_given_back_in_parts(monkeypatch):
     for at in range(4):
         slot = arena.take()
         arena.load(slot, lambda out, at=at: out.__setitem__(slice(None), bytes([at + 1]) * size))
-        arena.hold(slot, (0, at))
+        arena.hold({(0, at): slot})
     arena.resize([10])
     assert fake.used[-1] == (6 * size, 12 * size)
     arena.drop((0, 0))
@@ -320,7 +322,7 @@ class Event:
 def test_a_slot_is_not_read_into_before_what_reads_it_is_done():
     arena, told = Arena(RECORD, 2, 1, torch.device("cpu")), []
     slot = arena.take()
-    arena._fences[slot] = Event(told)
+    arena._fences._of[slot] = Mark(Event(told)), 0
 
     def read(out):
         told.append("read")

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tided.experts.tables import KEPT_STEPS, SENDINGS, DemandTap, RoutingTables
+from tided.experts.sendings import SENDINGS, Sendings
+from tided.experts.tables import KEPT_STEPS, DemandTap, RoutingTables, Together
 
 CPU = torch.device("cpu")
 
@@ -144,13 +145,80 @@ def test_experts_that_a_step_touches_are_those_of_all_its_rows_once():
     assert tap.touched() == 3
 
 
+class FakeStanding:
+    """Adds nothing; what it keeps is there once `behind` was waited for."""
+
+    def __init__(self, wanted: torch.Tensor, weights: torch.Tensor) -> None:
+        self.layers, self.told = torch.arange(len(wanted)), []
+        self._coming, self._kept = (wanted, weights), (torch.zeros_like(wanted), torch.zeros_like(weights))
+        self.behind = self
+
+    def add(self, rows):
+        self.told.append(rows)
+        return self._kept
+
+    def synchronize(self) -> None:
+        for kept, coming in zip(self._kept, self._coming, strict=True):
+            kept.copy_(coming)
+
+
+def test_wishes_that_lie_where_a_graph_leaves_them_are_its_to_add_once_a_step():
+    """Two layers, rows of lanes 0, 0, 1, of which the second is given up."""
+    tap = DemandTap(2, 2, 4, CPU)
+    wanted = torch.tensor([[[0, 3], [3, 2], [1, 0]], [[2, 3], [3, 1], [2, 0]]])
+    weights = torch.tensor([0.75, 0.25]).expand(2, 3, 2) * torch.tensor([1.0, 0, 1])[:, None]
+    standing = FakeStanding(wanted, weights)
+    step = Together(
+        torch.arange(2), torch.tensor([0, 0, 1]), wanted, weights, weights, weights < 0, None, (0, 0, 1), standing
+    )
+    tap.begin_step()
+    tap.record_step(step)
+    tap.keep(0, 1)
+    tap.add_up()
+    assert standing.told == [[0, 2]]
+    assert not tap.counts.any(), "the graph adds them to the books"
+    taken = tap.take_wanted()
+    assert taken.rows.tolist() == [2, 2]
+    assert taken.weights.tolist() == [[1, 0.75, 0, 0.25], [0.25, 0, 1.5, 0.25]], "read before they had come"
+
+    tap.begin_step()
+    tap.record_step(step)
+    tap.add_up()
+    tap.record_step(step)
+    tap.keep(0, 1)
+    tap.add_up()
+    assert standing.told == [[0, 2], None], "what it keeps of this step would be written over"
+    assert tap.counts.sum(2).tolist() == [[2, 2], [2, 2]]
+    assert tap.take_wanted().rows.tolist() == [3 + 2, 3 + 2]
+
+
+def test_changes_at_once_are_sent_at_their_end_and_the_last_of_a_pair_stands(monkeypatch):
+    tables, sent = RoutingTables(2, 4, CPU), []
+    send = Sendings.send
+    monkeypatch.setattr(Sendings, "send", lambda self: (sent.append(1), send(self)))
+    with tables.at_once():
+        tables.change({(0, 1): 5, (1, 2): 6})
+        tables.change({(0, 1): -1})
+        tables.change({(1, 3): 5})
+        assert not tables.routable.any()
+    assert (tables.slot_of[1].tolist(), len(sent)) == ([-1, -1, 6, 5], 1)
+    assert torch.equal(tables.routable, tables.slot_of >= 0)
+    with tables.at_once():
+        pass
+    assert len(sent) == 1, "nothing was changed"
+    tables.change({(0, 1): 2})
+    assert (tables.slot_of[0].tolist(), len(sent)) == ([-1, 2, -1, -1], 2)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_is_launched_between_two_changes_sees_the_first_however_late_it_runs():
     tables, seen = RoutingTables(2, 4, torch.device("cuda")), []
     torch.cuda._sleep(100_000_000)
     for slot in range(2 * SENDINGS):
-        tables.change({(0, 1): slot, (1, slot % 4): -1 if slot % 2 else slot})
+        with tables.at_once():
+            tables.change({(0, 1): slot})
+            tables.change({(1, slot % 4): -1 if slot % 2 else slot})
         seen.append((tables.slot_of.clone(), tables.routable.clone()))
     assert [int(slot_of[0, 1]) for slot_of, _ in seen] == list(range(2 * SENDINGS))
     assert all(torch.equal(routable, slot_of >= 0) for slot_of, routable in seen)

@@ -155,13 +155,14 @@ class Executor:
         they begin behind that: this thread has time then."""
         change, generation = step.change, self.plan_version
         if change:
-            generation += self._publish(change)
-            self.residents.give_up(change.give_up)
-            self._ended(change.give_up, read=False)
-            if change.resize is not None:
-                self.residents.resize(change.resize.residents, change.resize.evict)
-                generation += bool(change.resize.evict)
-            self.residents.adopt(change.adopt)
+            with self.residents.at_once():
+                generation += self._publish(change)
+                self.residents.give_up(change.give_up)
+                self._ended(change.give_up, read=False)
+                if change.resize is not None:
+                    self.residents.resize(change.resize.residents, change.resize.evict)
+                    generation += bool(change.resize.evict)
+                self.residents.adopt(change.adopt)
             self._to_begin = list(change.load)
             if not self._is_launched_at_once(step.work):
                 self._begin_reads()

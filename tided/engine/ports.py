@@ -1,14 +1,15 @@
 """What the engine asks of the rooms beside it: residents, the demand pilot, the link between ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tided.control.messages import Recalled, Step, Stop
-from tided.experts.arena import Places, Sizes
 from tided.experts.io import Priority, ReadCount
+from tided.experts.slot_classes import Places, Sizes
 from tided.tide.kinds import Kinds
 from tided.tide.pilot import LaneDemand, Planned
 
@@ -80,6 +81,10 @@ class Residents(Protocol):
     @property
     def reading(self) -> int:
         """Reads that are not published yet."""
+        ...
+
+    def at_once(self) -> AbstractContextManager[None]:
+        """What changes in here is seen by what is launched behind it, all together."""
         ...
 
     def read(self, number: int, pair: Pair, out: Pair | None, joins: bool = False) -> None:

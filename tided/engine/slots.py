@@ -11,7 +11,8 @@ import torch
 
 from kernels.record import ExpertRecord
 from tided.experts import placement
-from tided.experts.arena import Arena, Pair, SlotClass
+from tided.experts.arena import Arena, Pair
+from tided.experts.slot_classes import SlotClass
 from tided.models.parallel import Group
 
 if TYPE_CHECKING:

@@ -15,12 +15,10 @@ the same slots there as ever.
 """
 
 import logging
-import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,54 +27,13 @@ from torch import Tensor
 
 from kernels.record import PAGE_BYTES, ExpertRecord
 from tided.errors import PairError
+from tided.experts.landing import Fences, Staging
 from tided.experts.placement import Memory, slots_on
+from tided.experts.slot_classes import Places, Sizes, SlotClass, numbered
 
 log = logging.getLogger("experts")
 
 Pair = tuple[int, int]  # (layer, expert); layers with routed experts count from 0
-
-
-@dataclass(frozen=True)
-class SlotClass:
-    """Slots of `nbytes` each: of residents, of swaps that are being read, of the hot ring. `most`: residents that there
-    may come to be."""
-
-    nbytes: int
-    residents: int
-    spare: int
-    ring: int
-    most: int = 0
-
-    @property
-    def slots(self) -> int:
-        return self.residents + self.spare + self.ring
-
-    @property
-    def most_slots(self) -> int:
-        return max(self.residents, self.most) + self.spare + self.ring
-
-
-class Sizes(NamedTuple):
-    """`of` [layers, experts]: the class of a pair's record. By class: bytes of a slot, spare ones, ring."""
-
-    of: npt.NDArray[np.int64]
-    nbytes: tuple[int, ...]
-    spare: tuple[int, ...]
-    ring: tuple[int, ...]
-
-
-class Places(NamedTuple):
-    """By class of records: bytes of a slot, residents that there are places for, and that there may come to be. None:
-    it stands. `by_writing`: a place takes memory once it is filled, not before."""
-
-    nbytes: tuple[int, ...]
-    residents: tuple[int, ...]
-    most: tuple[int, ...] | None
-    by_writing: bool = False
-
-    @property
-    def resident_bytes(self) -> int:
-        return sum(size * count for size, count in zip(self.nbytes, self.residents, strict=True))
 
 
 class Arena:
@@ -118,6 +75,7 @@ class Arena:
         urgent: int,
     ) -> None:
         self.classes, self._kind_of, self._unit_bytes = tuple(classes), kind_of, unit_bytes
+        self._kinds: list[list[int]] | None = None if kind_of is None else kind_of.tolist()
         self._largest_bytes = max(one.nbytes for one in classes)
         self.data: Tensor
         self._host: Tensor | None
@@ -136,8 +94,8 @@ class Arena:
         self._slot_of: dict[Pair, int] = {}
         self._pair_in: dict[int, Pair] = {}
         self._taken: set[int] = set()
-        self._fences: dict[int, torch.cuda.Event] = {}
-        self._staging = _Staging()
+        self._fences = Fences(device)
+        self._staging = Staging()
         # Of slots that were read into; addresses stay.
         self._rooms: dict[int, Tensor] = {}
         self._places: dict[int, memoryview] = {}
@@ -163,7 +121,7 @@ class Arena:
         slots = slots_on(device, units, unit_bytes, most_units=most_units * elastic)
         self.data, self._host, self.placement, self._memory = slots.data, slots.host, slots.placement, slots.memory
         places = used if self._memory is None else most
-        self._numbers = _numbers(self.classes, places, unit_bytes)
+        self._numbers = numbered(self.classes, places, unit_bytes)
         pool_units = self._units(places)
         self.urgent = range(pool_units, pool_units + urgent * step, step)
         self.null = pool_units + urgent * step
@@ -225,7 +183,11 @@ class Arena:
 
     def kind_of(self, pair: Pair) -> int:
         """Which of `classes` the pair's record belongs to."""
-        return 0 if self._kind_of is None else int(self._kind_of[pair])
+        return 0 if self._kinds is None else self._kinds[pair[0]][pair[1]]
+
+    def kinds_of(self, pairs: Collection[Pair]) -> Mapping[int, int]:
+        """How many of the pairs' records belong to each class."""
+        return {0: len(pairs)} if self._kinds is None else Counter(map(self.kind_of, pairs))
 
     @property
     def free(self) -> int:
@@ -255,15 +217,17 @@ class Arena:
         self._taken.add(slot)
         return slot
 
-    def hold(self, slot: int, pair: Pair) -> None:
-        """The taken slot now holds the pair's record."""
-        if slot not in self._taken or pair in self._slot_of:
-            raise PairError(f"expert slot {slot} cannot hold {pair}: not taken, or the pair has a slot already")
-        if self._kind_of_slot[slot] != self.kind_of(pair):
-            raise PairError(f"expert slot {slot} is of another size than {pair}")
-        self._taken.remove(slot)
-        self._slot_of[pair] = slot
-        self._pair_in[slot] = pair
+    def hold(self, slots: Mapping[Pair, int]) -> None:
+        """The taken slots now hold the pairs' records. Raises PairError, and changes nothing, for a slot that was not
+        taken, is of another size or comes twice, and for a pair that has one already."""
+        numbers = set(slots.values())
+        if len(numbers) < len(slots) or not self._taken >= numbers or not self._slot_of.keys().isdisjoint(slots):
+            raise PairError(f"expert slots cannot hold {dict(slots)}: not taken, or a pair has a slot already")
+        if any(self._kind_of_slot[slot] != self.kind_of(pair) for pair, slot in slots.items() if self._kinds):
+            raise PairError(f"an expert slot of {dict(slots)} is of another size than its pair")
+        self._taken -= numbers
+        self._slot_of.update(slots)
+        self._pair_in.update(zip(slots.values(), slots, strict=True))
 
     def release(self, slot: int) -> None:
         """The taken slot is free again: what was read into it is nobody's, and nothing was launched that reads it."""
@@ -274,15 +238,14 @@ class Arena:
 
     def drop(self, *pairs: Pair) -> None:
         """The pairs' slots are free again. No later step may read them: withdraw the pairs from the tables first."""
-        slots = []
-        for pair in pairs:
-            slot = self._slot_of.pop(pair, None)
-            if slot is None:
-                raise PairError(f"{pair} has no expert slot")
+        slots = [self._slot_of.pop(pair, None) for pair in pairs]
+        gone = [slot for slot in slots if slot is not None]
+        if len(gone) < len(pairs):
+            raise PairError(f"one of {list(pairs)} has no expert slot")
+        for slot in gone:
             del self._pair_in[slot]
             self._free[self._kind_of_slot[slot]].append(slot)
-            slots.append(slot)
-        self.fence(*slots)
+        self.fence(*gone)
 
     def resize(self, residents: Sequence[int]) -> dict[Pair, int]:
         """Between two steps: by class, how many residents there are places for from now on. What lies behind the last
@@ -321,7 +284,7 @@ class Arena:
         moved = {}
         for slot in going:
             del self._kind_of_slot[slot]
-            self._fences.pop(slot, None)
+            self._fences.take(slot)
             pair = self._pair_in.pop(slot, None)
             if pair is not None:
                 to = moved[pair] = self._slot_of[pair] = self._free[kind].popleft()
@@ -343,10 +306,8 @@ class Arena:
 
     def fence(self, *slots: int) -> None:
         """What was launched up to now may still read the slots: the next `load` of each waits. On CPU nothing is."""
-        if slots and self.data.device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.data.device))
-            self._fences.update(dict.fromkeys(slots, event))
+        if slots and self.data.is_cuda:
+            self._fences.put(slots)
 
     def load(self, slot: int, read: Callable[[memoryview], None]) -> None:
         """Fills a taken slot or an urgent one: `read` writes a record into the slot itself where reads can fill it
@@ -354,7 +315,7 @@ class Arena:
         if slot not in self._taken and slot not in self.urgent:
             raise PairError(f"expert slot {slot} was not taken")
         if self._host is not None:
-            fence = self._fences.pop(slot, None)
+            fence = self._fences.take(slot)
             if fence is not None:
                 fence.synchronize()  # what was launched before may read the slot still
             place = self._places.get(slot)
@@ -368,7 +329,7 @@ class Arena:
         memory, seen, stream = self._staging.of(room.nbytes, self._largest_bytes, self.data.device)
         read(seen)
         with torch.cuda.stream(stream):
-            fence = self._fences.pop(slot, None)
+            fence = self._fences.take(slot)
             if fence is not None:
                 stream.wait_event(fence)
             room.copy_(memory, non_blocking=True)
@@ -395,33 +356,3 @@ class Arena:
             raise PairError("an expert lies in a slot of another size")
         if bool(self._room(self.null).any()):
             raise PairError("the null expert slot was written to")
-
-
-def _numbers(classes: Sequence[SlotClass], places: Sequence[int], unit_bytes: int) -> list[range]:
-    """Of each class's slots, those that are used and those that may come to be."""
-    found, begin = [], 0
-    for one, count in zip(classes, places, strict=True):
-        step = one.nbytes // unit_bytes
-        found.append(range(begin, begin + count * step, step))
-        begin += count * step
-    return found
-
-
-class _Staging(threading.local):
-    """The calling thread's pinned memory for one record, and the stream that copies it. Views of it are made once: a
-    torch operation gives the interpreter away and asks for it again, which the engine's thread may wait for."""
-
-    def __init__(self) -> None:
-        self._made: tuple[Tensor, torch.cuda.Stream] | None = None
-        self._parts: dict[int, tuple[Tensor, memoryview, torch.cuda.Stream]] = {}
-
-    def of(self, nbytes: int, most: int, device: torch.device) -> tuple[Tensor, memoryview, torch.cuda.Stream]:
-        """[nbytes] uint8 of the same `most` bytes, for a copy and for a read."""
-        part = self._parts.get(nbytes)
-        if part is None:
-            if self._made is None:
-                memory = torch.empty(most, dtype=torch.uint8, pin_memory=True)
-                self._made = memory, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            memory, stream = self._made
-            part = self._parts[nbytes] = memory[:nbytes], memory[:nbytes].numpy().data, stream
-        return part

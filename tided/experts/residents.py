@@ -18,17 +18,18 @@ notice.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import numpy as np
 
 from tided.errors import PairError
-from tided.experts.arena import Arena, Pair, Places, Sizes
+from tided.experts.arena import Arena, Pair
 from tided.experts.first_set import Progress, read_first
 from tided.experts.io import IoScheduler, Priority, ReadCount
-from tided.experts.mask_hash import indices, key_of, mask_hash
+from tided.experts.mask_hash import indices, keys_of_all, mask_hash
 from tided.experts.roles import PairSwap, Roles
+from tided.experts.slot_classes import Places, Sizes
 from tided.experts.tables import RoutingTables
 from tided.experts.under_way import Reading, newly_failed, newly_landed
 
@@ -49,6 +50,7 @@ class Residents:
         self.layers, self.experts = layers, experts
         self.generation = 0  # steps that changed who is resident, since the fill
         self.mask_hash = 0  # xor of the routable pairs' keys, kept up to date at no cost
+        self._keys = keys_of_all(layers, experts)
         self._roles = Roles(arena, layers, top_k)
         self._reading: dict[int, Reading] = {}
         self._failed = False
@@ -123,6 +125,10 @@ class Residents:
         """Reads that are not published yet."""
         return len(self._reading)
 
+    def at_once(self) -> AbstractContextManager[None]:
+        """What changes in here is seen by what is launched behind it: the device is told once, at its end."""
+        return self.tables.at_once()
+
     def fill(self, pairs: Sequence[Pair], progress: Progress) -> None:
         """Reads and publishes the first resident set. Raises PairError for a set that cannot be, DataError."""
         self._check_alive()
@@ -131,9 +137,8 @@ class Residents:
         slots = {pair: self.arena.take(self.arena.kind_of(pair)) for pair in pairs}
         with self._final():
             read_first(self.arena, self._io, slots, progress)
-        for pair, slot in slots.items():
-            self.arena.hold(slot, pair)
-            self._roles.joined(pair)
+        self.arena.hold(slots)
+        self._roles.joined(pairs)
         self._set(slots)
 
     def read(self, number: int, pair: Pair, out: Pair | None, joins: bool = False) -> None:
@@ -172,9 +177,9 @@ class Residents:
             reading = self._reading.get(number)
             if reading is None or not reading.ticket.done:
                 raise PairError(f"read {number} was to be given up before it had ended on this rank")
-        for number in numbers:
-            reading = self._reading.pop(number)
-            self._roles.over(reading)
+        over = [self._reading.pop(number) for number in numbers]
+        self._roles.over(over)
+        for reading in over:
             self.arena.release(reading.slot)
 
     def publish(self, numbers: Sequence[int]) -> None:
@@ -182,20 +187,19 @@ class Residents:
         PairError for one that has not landed here, and for a swap that cannot be."""
         self._check_alive()
         landed = [self._landed(number) for number in numbers]
-        self._roles.check_swaps([(r.out, r.pair) for r in landed if r.out is not None])
-        for number, reading in zip(numbers, landed, strict=True):
+        swaps = [(r.out, r.pair) for r in landed if r.out is not None]
+        self._roles.check_swaps(swaps)
+        for number in numbers:
             del self._reading[number]
-            self._roles.over(reading)
-            self.arena.hold(reading.slot, reading.pair)
-            if reading.out is not None:
-                self._roles.exchanged(reading.out, reading.pair)
-            elif reading.joins:
-                self._roles.joined(reading.pair)
-            else:
-                self._roles.entered(reading.pair)
-        self._set({r.pair: r.slot for r in landed} | {r.out: -1 for r in landed if r.out is not None})
-        self.arena.drop(*(reading.out for reading in landed if reading.out is not None))
-        self.generation += any(reading.joins or reading.out is not None for reading in landed)
+        slots, outs = {r.pair: r.slot for r in landed}, [out for out, _ in swaps]
+        _, joining, entering = self._roles.over(landed)
+        self.arena.hold(slots)
+        self._roles.exchanged(swaps)
+        self._roles.joined(joining)
+        self._roles.entered(entering)
+        self._set(slots | dict.fromkeys(outs, -1))
+        self.arena.drop(*outs)
+        self.generation += bool(joining or swaps)
 
     def promote(self, swaps: Sequence[PairSwap]) -> None:
         """(resident that becomes an entry of the ring, entry that becomes a resident), in their order."""
@@ -212,8 +216,7 @@ class Residents:
             if pair not in self._roles.ring:
                 raise PairError(f"{pair} is to leave the ring, and is not in it")
         self._set(dict.fromkeys(pairs, -1))
-        for pair in pairs:
-            self._roles.withdrawn(pair)
+        self._roles.withdrawn(pairs)
         self.arena.drop(*pairs)
 
     def adopt(self, pairs: Sequence[Pair]) -> None:
@@ -237,8 +240,7 @@ class Residents:
             raise PairError(f"{list(residents)} places for residents: {list(most)} at most")
         self._set(dict.fromkeys(evict, -1))
         self.arena.drop(*evict)
-        for pair in evict:
-            self._roles.left(pair)
+        self._roles.left(evict)
         self.tables.change(self.arena.resize(residents))
         self.generation += bool(evict)
 
@@ -298,5 +300,7 @@ class Residents:
     def _set(self, slots: Mapping[Pair, int]) -> None:
         """pair -> its slot as the model sees it from now on, -1: none."""
         self.tables.change(slots)
-        for pair in slots:
-            self.mask_hash ^= key_of(pair, self.experts)
+        found, keys = self.mask_hash, self._keys
+        for layer, expert in slots:
+            found ^= keys[layer][expert]
+        self.mask_hash = found

@@ -47,36 +47,38 @@ class Roles:
     def is_resident(self, pair: Pair) -> bool:
         return pair not in self.ring and self._arena.slot_of(pair) is not None
 
-    def joined(self, pair: Pair) -> None:
-        """A resident more."""
-        self._count(pair, 1)
+    def joined(self, pairs: Collection[Pair]) -> None:
+        """Residents more."""
+        self._count(pairs, 1)
 
-    def left(self, pair: Pair) -> None:
-        """A resident less."""
-        self._count(pair, -1)
+    def left(self, pairs: Collection[Pair]) -> None:
+        """Residents less."""
+        self._count(pairs, -1)
 
-    def exchanged(self, out: Pair, in_: Pair) -> None:
-        """`in_` is a resident in place of `out`."""
-        self.left(out)
-        self.joined(in_)
+    def exchanged(self, swaps: Collection[PairSwap]) -> None:
+        """Residents in place of others, of the same size."""
+        for out, in_ in swaps:
+            self.by_layer[out[0]] -= 1
+            self.by_layer[in_[0]] += 1
 
-    def entered(self, pair: Pair) -> None:
-        """An entry of the ring more."""
-        self.ring[pair] = None
-        self._in_ring[self._arena.kind_of(pair)] += 1
+    def entered(self, pairs: Collection[Pair]) -> None:
+        """Entries of the ring more, in this order."""
+        self.ring.update(dict.fromkeys(pairs))
+        self._add(self._in_ring, pairs, 1)
 
-    def withdrawn(self, pair: Pair) -> None:
-        """An entry of the ring less."""
-        del self.ring[pair]
-        self._in_ring[self._arena.kind_of(pair)] -= 1
+    def withdrawn(self, pairs: Collection[Pair]) -> None:
+        """Entries of the ring less."""
+        for pair in pairs:
+            del self.ring[pair]
+        self._add(self._in_ring, pairs, -1)
 
     def adopted(self, pair: Pair) -> None:
         """An entry of the ring becomes a resident, in a place that is free and that nothing is read for."""
         kind = self._arena.kind_of(pair)
         if pair not in self.ring or self.of_kind[kind] + self._joining[kind] >= self._arena.classes[kind].residents:
             raise PairError(f"{pair} cannot become a resident: not in the ring, or there is no free place")
-        self.withdrawn(pair)
-        self.joined(pair)
+        self.withdrawn([pair])
+        self.joined([pair])
 
     def begun(self, reading: Reading) -> None:
         """A read that `check_read` has allowed is under way."""
@@ -85,12 +87,20 @@ class Roles:
             self._leaving.add(reading.out)
         self._counted_as(reading)[self._arena.kind_of(reading.pair)] += 1
 
-    def over(self, reading: Reading) -> None:
-        """It is published, or given up."""
-        self._coming.remove(reading.pair)
-        if reading.out is not None:
-            self._leaving.remove(reading.out)
-        self._counted_as(reading)[self._arena.kind_of(reading.pair)] -= 1
+    def over(self, readings: Collection[Reading]) -> tuple[list[Pair], list[Pair], list[Pair]]:
+        """They are published, or given up. Gives their pairs: of swaps, of those that join, and that enter the ring."""
+        swaps, joining, entering = list[Pair](), list[Pair](), list[Pair]()
+        for one in readings:
+            self._coming.remove(one.pair)
+            if one.out is not None:
+                self._leaving.remove(one.out)
+                swaps.append(one.pair)
+            else:
+                (joining if one.joins else entering).append(one.pair)
+        self._add(self._swaps, swaps, -1)
+        self._add(self._joining, joining, -1)
+        self._add(self._entering, entering, -1)
+        return swaps, joining, entering
 
     def promoted(self, out: Pair, in_: Pair) -> None:
         """A resident and an entry of the ring exchange roles."""
@@ -99,7 +109,7 @@ class Roles:
         self.check_size(out, in_)
         del self.ring[in_]
         self.ring[out] = None
-        self.exchanged(out, in_)
+        self.exchanged([(out, in_)])
 
     def check_first(self, pairs: Sequence[Pair]) -> None:
         """Raises PairError unless these may be the first set."""
@@ -121,6 +131,8 @@ class Roles:
             raise PairError(f"{out} and {in_} cannot exchange places: their records differ in size")
 
     def check_swaps(self, swaps: Sequence[PairSwap]) -> None:
+        if not swaps:
+            return
         outs = [out for out, _ in swaps]
         if len(set(outs)) != len(outs):
             raise PairError("a plan moves an expert twice")
@@ -199,6 +211,12 @@ class Roles:
             return self._swaps
         return self._joining if reading.joins else self._entering
 
-    def _count(self, pair: Pair, more: int) -> None:
-        self.by_layer[pair[0]] += more
-        self.of_kind[self._arena.kind_of(pair)] += more
+    def _count(self, pairs: Collection[Pair], more: int) -> None:
+        for layer, _ in pairs:
+            self.by_layer[layer] += more
+        self._add(self.of_kind, pairs, more)
+
+    def _add(self, counts: list[int], pairs: Collection[Pair], more: int) -> None:
+        """`counts`: by class."""
+        for kind, count in self._arena.kinds_of(pairs).items():
+            counts[kind] += more * count

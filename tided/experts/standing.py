@@ -1,9 +1,9 @@
 """The demand of steps that are graphs themselves, whose wishes lie where those before lay: added up by one replay.
 Where drafts are judged this stands between two steps, while the device waits.
 
-The graph takes in which rows count and where their wishes are kept, adds, and sends totals and wishes to the host: who
-looks at them there launches nothing, and waits for no later work. Making it runs the launch once with no row that
-counts: it is compiled then, and leaves no trace."""
+The graph takes in which rows count and where their wishes are kept, adds, writes the wishes into that place of the
+host's memory, and sends the totals: who looks at them there launches nothing, and waits for no later work. Making it
+runs the launch once with no row that counts: it is compiled then, and leaves no trace."""
 
 from collections.abc import Callable, Collection
 
@@ -23,16 +23,17 @@ class Standing:
         wanted, weights = seen[2], seen[4]
         here = torch.zeros(1 + wanted.shape[1], dtype=torch.int64, pin_memory=True)
         there = here.to(wanted.device, copy=True)
-        kept = wanted.new_zeros(steps, *wanted.shape), weights.new_zeros(steps, *weights.shape)
         added = weights.new_empty(*wanted.shape[:2], 8)
-        on_host = [torch.empty_like(one, device="cpu", pin_memory=True) for one in kept]
+        # Pinned, so the device writes there itself: a step's place alone, and nobody copies.
+        kept = (
+            torch.zeros(steps, *wanted.shape, dtype=wanted.dtype, pin_memory=True),
+            torch.zeros(steps, *weights.shape, dtype=weights.dtype, pin_memory=True),
+        )
 
         def work() -> None:
             there.copy_(here, non_blocking=True)
             add_some_demand(seen, books, light, there, kept, added)
             send()
-            for one, copy in zip(kept, on_host, strict=True):
-                copy.copy_(one, non_blocking=True)
 
         work()
         self._graph = torch.cuda.CUDAGraph()
@@ -40,7 +41,7 @@ class Standing:
             work()
         self.layers = seen[0].cpu()
         self._told, self._memory = here.numpy(), (here, there, kept, added)  # a graph holds nothing that it works on
-        self._kept = list(zip(on_host[0].unbind(), on_host[1].unbind(), strict=True))
+        self._kept = list(zip(kept[0].unbind(), kept[1].unbind(), strict=True))
         self.behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._turn = 0
 

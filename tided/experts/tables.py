@@ -2,7 +2,8 @@
 captured graphs hold their addresses (contract C2)."""
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,41 +12,45 @@ import torch
 from torch import Tensor
 
 from tided.errors import PairError
+from tided.experts.mask_hash import indices
+from tided.experts.sendings import Here, Sendings
 
 if TYPE_CHECKING:
     from tided.experts.standing import Standing
 
-SENDINGS = 4  # changes of which each has memory of its own: none waits for the copy of the one before
-
 
 class RoutingTables:
-    """`slot_of` [layers, experts] int32, -1 for an absent expert; `routable` [layers, experts] bool. On CUDA both are a
-    copy of what is kept on the host, made whole: one of some ten kilobytes takes less than a scattered write."""
+    """`slot_of` [layers, experts] int32, -1 for an absent expert; `routable` [layers, experts] bool. Both are a copy of
+    what is kept on the host, made whole: one of some ten kilobytes takes a GPU less than a scattered write."""
 
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
-        count, on_cuda = layers * experts, device.type == "cuda"
+        count = layers * experts
         here = torch.empty(5 * count, dtype=torch.uint8)
-        there = torch.empty_like(here, device=device) if on_cuda else here
-        self._bytes, self._there, self._experts = here.numpy(), there, experts
-        self._slots, self._routable = self._bytes[: 4 * count].view(np.int32), self._bytes[4 * count :].view(np.bool_)
+        self._slots, self._routable = here.numpy()[: 4 * count].view(np.int32), here.numpy()[4 * count :].view(np.bool_)
         self._slots.fill(-1)
         self._routable.fill(False)
+        self._experts, self._sendings = experts, Sendings(here, device)
+        there = self._sendings.there
         self.slot_of: Tensor = there[: 4 * count].view(torch.int32).view(layers, experts)
         self.routable: Tensor = there[4 * count :].view(torch.bool).view(layers, experts)
-        self._sendings = deque(Sending(here) for _ in range(SENDINGS * on_cuda))
-        there.copy_(here)
+        self._waiting: dict[tuple[int, int], int] = {}  # what was changed, and is not sent yet
+        self._gathers = False
 
     def change(self, slots: Mapping[tuple[int, int], int]) -> None:
         """(layer, expert) -> its slot from now on, -1: none. What was launched before sees the tables as they were."""
-        if not slots:
-            return
-        where = [layer * self._experts + expert for layer, expert in slots]
-        found = np.fromiter(slots.values(), np.int32, len(slots))
-        self._slots[where] = found
-        self._routable[where] = found >= 0
-        if self._sendings:
-            self._sendings[0].send(self._bytes, self._there)
-            self._sendings.rotate(-1)
+        self._waiting.update(slots)
+        if not self._gathers:
+            self._send()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Changes in here are seen at its end, all together. Nothing is launched in here that reads the tables."""
+        self._gathers = True
+        try:
+            yield
+        finally:
+            self._gathers = False
+            self._send()
 
     def publish(self, layer: int, expert: int, slot: int) -> None:
         self.change({(layer, expert): slot})
@@ -53,20 +58,14 @@ class RoutingTables:
     def withdraw(self, layer: int, expert: int) -> None:
         self.change({(layer, expert): -1})
 
-
-class Sending:
-    """Memory from which the device fetches what changed, while the host goes on changing its own."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._memory = torch.empty_like(like, pin_memory=True)
-        self._bytes = self._memory.numpy()
-        self._behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def send(self, here: npt.NDArray[np.uint8], there: Tensor) -> None:
-        self._behind.synchronize()  # the copy that was made from this memory
-        self._bytes[:] = here
-        there.copy_(self._memory, non_blocking=True)
-        self._behind.record()
+    def _send(self) -> None:
+        if not self._waiting:
+            return
+        slots, self._waiting = self._waiting, {}
+        where, found = indices(slots, self._experts), np.fromiter(slots.values(), np.int32, len(slots))
+        self._slots[where] = found
+        self._routable[where] = found >= 0
+        self._sendings.send()
 
 
 class Seen(NamedTuple):
@@ -133,34 +132,6 @@ class Wanted(NamedTuple):
 
 TOTALS = 8
 KEPT_STEPS = 8  # whose wishes wait for whoever asks; a rank that nobody asks keeps no more
-
-
-class Here:
-    """A copy of a tensor of a CUDA device on the host, sent along with the device's work."""
-
-    def __init__(self, there: Tensor) -> None:
-        self._there, self._copy = there, torch.zeros(there.shape, dtype=there.dtype, pin_memory=True)
-        self._behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._fresh = False
-
-    def copy(self) -> None:
-        self._copy.copy_(self._there, non_blocking=True)
-
-    def sent(self) -> None:
-        """`copy` was launched, by a graph perhaps."""
-        self._behind.record()
-        self._fresh = True
-
-    def stale(self) -> None:
-        """What is there has changed since."""
-        self._fresh = False
-
-    def now(self) -> npt.NDArray[np.float64] | None:
-        """None: stale."""
-        if not self._fresh:
-            return None
-        self._behind.synchronize()
-        return self._copy.numpy().copy()
 
 
 class DemandTap:

@@ -14,7 +14,7 @@ log = logging.getLogger("experts")
 HUNG_S = 300.0  # a read beside the steps, which waits for all that is more urgent
 
 
-@dataclass
+@dataclass(slots=True)
 class Reading:
     """A pair on its way into a taken slot; `out` is the resident that it will replace, None: it joins the ring, or the
     residents, where it `joins` them."""

@@ -9,17 +9,19 @@ from torch import Tensor
 
 
 class Copies:
-    """Until when a step's memory on the host is read by copies to the device."""
+    """Until when the host's memory of a step, or of a proposal, belongs to copies between it and the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._behind = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def made(self) -> None:
+        """Those that were launched up to now are what is waited for."""
         if self._behind is not None:
             self._behind.record()
 
     def wait(self) -> None:
-        """Those of the step before are long done."""
+        """Until they are done. Those of the step before, whose memory is to be written again, are so long ago; for what
+        was just launched this waits as long as the device works on it."""
         if self._behind is not None:
             self._behind.synchronize()
 
