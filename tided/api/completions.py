@@ -7,15 +7,14 @@ from typing import Any
 from aiohttp import web
 
 from tided.api.answers import Answers, Piece
+from tided.api.chunks import Chunks
 from tided.api.completions_request import PreparedCompletion, prepare_completion
 from tided.api.context import CONTEXT, NOTE
-from tided.api.errors import error_body
 from tided.api.exchange import answer_in_pieces, answer_whole, receive
 from tided.api.logprob_json import LogprobJson
 from tided.api.served import ServedModel
-from tided.api.sse import DONE, comment, data
+from tided.api.sse import data
 from tided.chat.deltas import Content
-from tided.errors import RequestError
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -36,7 +35,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         answers.close()
 
 
-class CompletionWire:
+class CompletionWire(Chunks):
     """`exchange.Writer` of completions."""
 
     def __init__(self, answers: Answers, completion: PreparedCompletion, served: ServedModel, fingerprint: str) -> None:
@@ -67,18 +66,6 @@ class CompletionWire:
         choice = {"index": at, "text": echo, "logprobs": told, "finish_reason": None}
         by_id = {} if self._by_id is None else {"prompt_logprobs": self._logprobs.by_id(scores, self._by_id)}
         return choice | by_id
-
-    def pieces(self, deltas: Sequence[Piece]) -> str:
-        return data(self._pieces(deltas))
-
-    def silence(self) -> str:
-        return comment("keep-alive")
-
-    def end(self) -> str:
-        return data(self._end()) + DONE
-
-    def fault(self, error: RequestError) -> str:
-        return data([error_body(error)]) + DONE
 
     def reply(self, deltas: Sequence[Piece]) -> dict[str, Any]:
         choices = []

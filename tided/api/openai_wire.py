@@ -5,19 +5,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tided.api.answers import Answers, Piece
-from tided.api.errors import error_body
+from tided.api.chunks import Chunks
 from tided.api.generation import Generation
 from tided.api.logprob_json import LogprobJson
-from tided.api.sse import DONE, comment, data
+from tided.api.sse import data
 from tided.chat.deltas import CallArguments, CallStarted, Content, Delta, Reasoning
 from tided.chat.tokenizer import Tokenizer
-from tided.errors import RequestError
 
 # How reasoning stands in the text for clients that ask for it there, whatever the model's own tokens are.
 THINK, END_THINK = "<think>", "</think>"
 
 
-class ChatWire:
+class ChatWire(Chunks):
     """`exchange.Writer` of chat completions. All chunks of a reply share id, time, model and fingerprint."""
 
     def __init__(self, answers: Answers, tokenizer: Tokenizer, model: str, fingerprint: str) -> None:
@@ -29,18 +28,6 @@ class ChatWire:
 
     def begin(self) -> str:
         return "".join(data(self._begin(choice)) for choice in self._choices if choice.generation.started)
-
-    def pieces(self, deltas: Sequence[Piece]) -> str:
-        return data(self._pieces(deltas))
-
-    def silence(self) -> str:
-        return comment("keep-alive")
-
-    def end(self) -> str:
-        return data(self._end()) + DONE
-
-    def fault(self, error: RequestError) -> str:
-        return data([error_body(error)]) + DONE
 
     def _begin(self, choice: "_Choice") -> Iterator[dict[str, Any]]:
         """The choice's role, once."""

@@ -8,27 +8,19 @@ of a run is the best of several. A strong reference, not a proof: greedy choices
 import numpy as np
 import numpy.typing as npt
 
-from tided.sim.policies import Floats, Picks, lowest
+from tided.sim.policies import Exchanging, Floats, Picks, lowest
 from tided.sim.trace import Trace
 from tided.tide.hot import Moves
-from tided.tide.planner import Pair, boot_set
 
 HORIZONS_TOKENS = (60.0, 200.0)
 
 
-class Clairvoyant:
-    paces_itself = False
-
+class Clairvoyant(Exchanging):
     def __init__(self, trace: Trace, slots: int, horizon_tokens: float) -> None:
-        self.shape = trace.shape
+        super().__init__(trace.shape, slots, trace.base)
         self._future = _future(trace, horizon_tokens)
-        self.residents = boot_set(trace.base, slots, self.shape.top_k)
-        self.present = np.zeros(self._future.shape[1], dtype=bool)
-        self.present[[layer * self.shape.experts + expert for layer, expert in self.residents]] = True
-        self._count = self.present.reshape(self.shape.layers, -1).sum(axis=1)
         self._at = 0
         self._missed: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._loading: set[int] = set()
 
     def observe(self, picks: Picks, weights: Floats, chunks_left: int | None) -> None:
         self._at += len(picks)
@@ -44,28 +36,11 @@ class Clairvoyant:
         worth = np.where(self.present, future, np.inf)
         victims = iter(lowest(worth, len(wanted) + 64))
         for newcomer in wanted:
-            victim = next((v for v in map(int, victims) if self._count[v // self.shape.experts] > self.shape.top_k), -1)
+            victim = next((v for v in map(int, victims) if self.spares(v)), -1)
             if victim < 0 or future[victim] >= future[newcomer]:
                 break
-            self.present[victim] = False
-            self._count[victim // self.shape.experts] -= 1
-            self._loading.add(newcomer)
-            moves.withdraw.append(divmod(victim, self.shape.experts))
-            moves.load.append(divmod(newcomer, self.shape.experts))
+            self.exchange(victim, newcomer, moves)
         return moves
-
-    def published(self, pair: Pair) -> None:
-        index = pair[0] * self.shape.experts + pair[1]
-        self._loading.remove(index)
-        self.present[index] = True
-        self._count[pair[0]] += 1
-
-    def failed(self, pair: Pair) -> None:
-        self._loading.remove(pair[0] * self.shape.experts + pair[1])
-
-    def token_done(self) -> None: ...
-    def request_done(self) -> None: ...
-    def rest(self) -> None: ...
 
 
 def _future(trace: Trace, horizon_tokens: float) -> npt.NDArray[np.float32]:

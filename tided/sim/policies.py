@@ -56,26 +56,56 @@ class Static:
     def rest(self) -> None: ...
 
 
-class Demanded:
-    """Reads misses; `worth` ranks what is present, the least worth goes first."""
+class Exchanging:
+    """What is in the slots. An expert that is read takes the place of one that is there, when it has come."""
 
     paces_itself = False
 
-    def __init__(self, shape: RouterShape, slots: int, base: Grid, worth: "Callable[[Demanded], Floats]") -> None:
-        self.shape, self._worth = shape, worth
-        pairs = shape.layers * shape.experts
-        self.present = np.zeros(pairs, dtype=bool)
+    def __init__(self, shape: RouterShape, slots: int, base: Grid) -> None:
+        self.shape = shape
         self.residents = boot_set(base, slots, shape.top_k)
+        self.present = np.zeros(shape.layers * shape.experts, dtype=bool)
         self.present[[layer * shape.experts + expert for layer, expert in self.residents]] = True
-        self.clock = 0
+        self._loading: set[int] = set()
+        self._count = self.present.reshape(shape.layers, -1).sum(axis=1)
+
+    def exchange(self, victim: int, newcomer: int, moves: Moves) -> None:
+        self.present[victim] = False
+        self._count[victim // self.shape.experts] -= 1
+        self._loading.add(newcomer)
+        moves.withdraw.append(divmod(victim, self.shape.experts))
+        moves.load.append(divmod(newcomer, self.shape.experts))
+
+    def spares(self, victim: int) -> bool:
+        """Whether a layer has more than a token picks without it."""
+        return bool(self._count[victim // self.shape.experts] > self.shape.top_k)
+
+    def published(self, pair: Pair) -> None:
+        index = pair[0] * self.shape.experts + pair[1]
+        self._loading.remove(index)
+        self.present[index] = True
+        self._count[pair[0]] += 1
+
+    def failed(self, pair: Pair) -> None:
+        self._loading.remove(pair[0] * self.shape.experts + pair[1])
+
+    def token_done(self) -> None: ...
+    def request_done(self) -> None: ...
+    def rest(self) -> None: ...
+
+
+class Demanded(Exchanging):
+    """Reads misses; `worth` ranks what is present, the least worth goes first."""
+
+    def __init__(self, shape: RouterShape, slots: int, base: Grid, worth: "Callable[[Demanded], Floats]") -> None:
+        super().__init__(shape, slots, base)
+        self._worth, self.clock, pairs = worth, 0, len(self.present)
         order = np.argsort(np.argsort(base, axis=None, kind="stable"), kind="stable")
         self.last_use: Floats = order / pairs - 1.0  # before the first token, the likeliest last
         self.uses: Floats = base.ravel() * shape.top_k * PRIOR_TOKENS  # ever
         self.uses_here: Floats = np.zeros(pairs)  # since it was loaded
         self._recent: Picks = np.zeros(0, dtype=np.int64)
         self._missed: Picks = np.zeros(0, dtype=np.int64)  # in the last step, the heaviest first
-        self._loading: set[int] = set()
-        self._count = self.present.reshape(shape.layers, -1).sum(axis=1)
 
     def observe(self, picks: Picks, weights: Floats, chunks_left: int | None) -> None:
         for row in picks:
@@ -102,29 +132,15 @@ class Demanded:
             victim = next((v for v in map(int, victims) if self._may_go(v, worth)), None)
             if victim is None:
                 break
-            self.present[victim] = False
-            self._count[victim // self.shape.experts] -= 1
-            self._loading.add(newcomer)
-            moves.withdraw.append(divmod(victim, self.shape.experts))
-            moves.load.append(divmod(newcomer, self.shape.experts))
+            self.exchange(victim, newcomer, moves)
         return moves
 
     def published(self, pair: Pair) -> None:
-        index = pair[0] * self.shape.experts + pair[1]
-        self._loading.remove(index)
-        self.present[index] = True
-        self.uses_here[index] = 1.0
-        self._count[pair[0]] += 1
-
-    def failed(self, pair: Pair) -> None:
-        self._loading.remove(pair[0] * self.shape.experts + pair[1])
-
-    def token_done(self) -> None: ...
-    def request_done(self) -> None: ...
-    def rest(self) -> None: ...
+        super().published(pair)
+        self.uses_here[pair[0] * self.shape.experts + pair[1]] = 1.0
 
     def _may_go(self, victim: int, worth: Floats) -> bool:
-        return bool(np.isfinite(worth[victim])) and self._count[victim // self.shape.experts] > self.shape.top_k
+        return bool(np.isfinite(worth[victim])) and self.spares(victim)
 
 
 PRIOR_TOKENS = 256.0  # what the seed is worth to those that count
