@@ -92,9 +92,9 @@ class Forced:
     def is_captured(self, rows: int) -> bool:
         return self._model.is_captured(rows)
 
-    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor) -> Tensor:
+    def decode(self, lanes: Sequence[LaneState], token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         before = self._totals(lanes[0])
-        row = self._model.decode(lanes, token_ids)
+        row = self._model.decode(lanes, token_ids, counts)
         self._note(lanes[0], before, 1, True)
         return self._judge(lanes[0], row)
 
