@@ -113,7 +113,7 @@ def load_parameters(folder: Path) -> tuple[Config, dict[str, Tensor]]:
     shapes = linears(cfg)
     for layer in range(cfg.first_k_dense_replace, cfg.num_hidden_layers + cfg.num_nextn_predict_layers):
         shapes |= experts_of(cfg, layer)
-    weights = Weights(checkpoint, shapes, Alone(), torch.device("cpu"))
+    weights = Weights(checkpoint, Alone(), torch.device("cpu"), shapes)
     p = {name: weights.plain(name) for name in plain_tensors(cfg)}
     stacks: dict[str, list[Tensor]] = {}
     for name in shapes:
