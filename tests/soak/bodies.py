@@ -12,6 +12,7 @@ SYSTEM = "You keep the books of a river port. Answer briefly.\n" + "".join(
     f"Line {i}: the river carries {i * 7} barrels past the mill.\n" for i in range(24)
 )
 QUESTIONS = ("What is this about?", "How many barrels in line 9?", "What carries them?", "Which line is the last?")
+TALES = 2  # as many as a soaked pair has lanes
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,13 @@ class Visit:
 
 
 def traffic(seed: int, asks: Sequence[Ask], count: int, cancel_share: float) -> list[Visit]:
-    """`count` requests; some clients hang up at any moment. Two tales come first and together: the pool is short from
-    the beginning."""
+    """`count` requests; some clients hang up at any moment. The first TALES are tales, to be sent by themselves and
+    together, and none waits for experts where some do not: they grow alike, and the pool is short for them."""
     chance = random.Random(seed + 1)
     by_kind = {kind.__name__: [ask for ask in asks if ask.kind == kind.__name__] for kind in KINDS}
-    kinds = chance.choices(list(by_kind), list(KINDS.values()), k=count - 2)
-    first = [Visit(chance.choice(by_kind["tale"])) for _ in range(2)]
+    kinds = chance.choices(list(by_kind), list(KINDS.values()), k=count - TALES)
+    tales = by_kind["tale"]
+    first = [Visit(chance.choice([ask for ask in tales if not ask.compared] or tales)) for _ in range(TALES)]
     return first + [_visit(chance, chance.choice(by_kind[kind]), cancel_share) for kind in kinds]
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 from tests.bundled import Mini
 from tests.daemon.helpers import Running, running
 from tests.soak import watch
-from tests.soak.bodies import Visit, distinct, traffic
+from tests.soak.bodies import TALES, Visit, distinct, traffic
 from tests.soak.clients import Answer, Tally, at_once, one_by_one
 
 RAM_BYTES, DISK_BYTES = 2_000_000, 6_000_000
@@ -120,7 +120,8 @@ def _soaked(
     caches = [pair.state_dir / "cache" / f"rank-{rank}" for rank in (0, 1)]
     warm = int(len(visits) * WARM_SHARE)
     restless, moments = [], []
-    for part in (visits[:warm], visits[warm:]):
+    asyncio.run(at_once(pair.url, visits[:TALES], expected, TALES, tally, told))
+    for part in (visits[TALES:warm], visits[warm:]):
         asyncio.run(at_once(pair.url, part, expected, size.clients, tally, told))
         if why := watch.come_to_rest(pair.url, caches):
             restless.append(why)

@@ -58,6 +58,9 @@ def test_traffic_repeats_and_has_every_kind():
     visits = traffic(3, asks, 200, 0.3)
     assert visits == traffic(3, asks, 200, 0.3) != traffic(4, asks, 200, 0.3)
     assert [visit.ask.kind for visit in visits[:2]] == ["tale", "tale"]
+    for seed in range(20):  # one that waits for experts would be left behind by one that does not
+        first = traffic(seed, distinct(seed, 40, 0.5), 20, 0.3)[:2]
+        assert len({visit.ask.compared for visit in first}) == 1
     hurried = [visit for visit in visits if visit.events or visit.seconds]
     assert 30 < len(hurried) < 90
     fidelities = {ask.body["fidelity"]: ask.compared for ask in distinct(3, 40, 0.5)}
