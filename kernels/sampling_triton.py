@@ -9,7 +9,7 @@ until it holds one number.
 No logit that is finite is near another by less than their weights are ordered by, so the bound is looked for among the
 logits' own bits, in their order."""
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -188,16 +188,17 @@ def _race(
             tl.store(ended + row, 0)
 
 
-@lru_cache
-def _ended(device: torch.device, rows: int) -> Tensor:
-    """Zeros, and zeros again after every launch. Launches that use them run one after another."""
-    return torch.zeros(rows, dtype=torch.int32, device=device)
+def _zeros(device: torch.device, rows: int) -> tuple[Tensor, Tensor]:
+    """ended [rows], parts [rows, PROGRAMS, 16]: zeros, and zeros again after every launch. Launches that use them run
+    one after another."""
+    ended, parts = _zeros_of(device, triton.next_power_of_2(rows))
+    return ended[:rows], parts[:rows]
 
 
-@lru_cache
-def _parts(device: torch.device, rows: int) -> Tensor:
-    """The same."""
-    return torch.zeros(rows, PROGRAMS, 16, dtype=torch.int64, device=device)
+@cache  # for ever: captured graphs hold the addresses
+def _zeros_of(device: torch.device, rows: int) -> tuple[Tensor, Tensor]:
+    ended = torch.zeros(rows, dtype=torch.int32, device=device)
+    return ended, torch.zeros(rows, PROGRAMS, 16, dtype=torch.int64, device=device)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -212,7 +213,7 @@ def likeliest_and_peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
     at, ids = best.new_empty(rows, PEAK_PROGRAMS, dtype=torch.int32), best.new_empty(rows, dtype=torch.int64)
     peaks = best.new_empty(rows)
     _likeliest[(rows, PEAK_PROGRAMS)](
-        logits, best, at, _ended(logits.device, rows), ids, peaks, width, P=PEAK_PROGRAMS, N=PEAK_SIZE, num_warps=4
+        logits, best, at, _zeros(logits.device, rows)[0], ids, peaks, width, P=PEAK_PROGRAMS, N=PEAK_SIZE, num_warps=4
     )
     return ids, peaks
 
@@ -222,7 +223,7 @@ def bounds_of(logits: Tensor, law: Tensor, peaks: Tensor, top_k: bool, top_p: bo
     (rows, width), device = logits.shape, logits.device
     bounds = torch.empty(rows, 2, 3, dtype=torch.int64, device=device)
     unit = 2.0 ** (62 - width.bit_length())
-    floats, parts, ended = law.view(torch.float64), _parts(device, rows), _ended(device, rows)
+    floats, (ended, parts) = law.view(torch.float64), _zeros(device, rows)
     for by_share in [False] * top_k + [True] * top_p:
         for digit in reversed(range(DIGITS)):
             _narrow[(rows, PROGRAMS)](
@@ -241,7 +242,7 @@ def draw(logits: Tensor, law: Tensor, top_k: bool, top_p: bool) -> Tensor:
     times = torch.empty(rows, PROGRAMS, dtype=torch.float64, device=device)
     at = torch.empty(rows, PROGRAMS, dtype=torch.int32, device=device)
     _race[(rows, PROGRAMS)](
-        logits, law.view(torch.float64), law, peaks, bounds, times, at, _ended(device, rows), ids, width, L=LAW,
+        logits, law.view(torch.float64), law, peaks, bounds, times, at, _zeros(device, rows)[0], ids, width, L=LAW,
         P=PROGRAMS, N=SIZE, num_warps=4,
     )  # fmt: skip
     return ids

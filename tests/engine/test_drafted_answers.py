@@ -15,6 +15,7 @@ from test_real_model import asked
 
 from tests.bundled import Mini
 from tided.engine.depth import Depths
+from tided.engine.types import TokenLogprob, Tokens
 from tided.models.base import Draft
 
 ANSWER = 34
@@ -167,13 +168,21 @@ def test_the_policy_is_told_what_steps_touch_and_wait_for(mini):
 
 
 def test_a_penalised_lane_is_not_drafted_and_its_neighbour_is(mini):
-    requests = [greedy(mini)[0], asked(mini, "b", begin=37, tokens=33, answer=20, presence_penalty=0.5)]
+    """Nor is its likelihood told of another row."""
+    told = structs.replace(asked(mini, "b", begin=37, tokens=33, answer=20, presence_penalty=0.5), logprobs=2)
+    requests = [greedy(mini)[0], told]
     bare = Served(opened(numerics="native", of=mini), requests)
     answers = {name: bare.tokens(name) for name in "ab"}
     served = drafted(mini, "5", requests, answers)
     assert {name: served.tokens(name) for name in "ab"} == answers
     assert served.stats("b")["spec_depth"] == {"0": 19}
+    assert likelihoods(served, "b") == likelihoods(bare, "b") != []
     assert served.stats("a")["steps"] < ANSWER - 1
+
+
+def likelihoods(served: Served, name: str) -> list[TokenLogprob]:
+    said = [event for event in served.events if isinstance(event, Tokens) and event.request_id == name]
+    return [one for event in said for one in event.logprobs]
 
 
 class Watched(Prompter):

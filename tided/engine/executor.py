@@ -371,7 +371,7 @@ class Executor:
         if all(as_made(*wish) for wish in wishes):
             return logits
         parts = [
-            rows if as_made(asked, so_far, mask) else shaped(rows[0], asked, lane.drawn, so_far, mask)[None]
+            rows if as_made(asked, so_far, mask) else shaped(rows.squeeze(0), asked, lane.drawn, so_far, mask)[None]
             for rows, lane, (asked, so_far, mask) in zip(torch.split(logits, counts), lanes, wishes, strict=True)
         ]
         return torch.cat(parts)

@@ -28,6 +28,15 @@ def warm_up(model: Model, tap: DemandTap, settings: Settings, told: Told) -> Non
     """Prompts and decode steps as serving will have them, while no lane is open."""
     rows = row_counts(settings, model.draft_tokens)
     device, tap.enabled = tap.uses.device, False
+    try:
+        _compute(model, settings, rows, device, told)
+    finally:
+        tap.enabled = True
+    _count(model, tap, min(SHORT_TOKENS, settings.cache.context_tokens - 1))
+
+
+def _compute(model: Model, settings: Settings, rows: range, device: torch.device, told: Told) -> None:
+    told("warming up", 0, len(rows))
     for tokens in ends(settings):
         _prefill(model, tokens)
     lane = model.open_lane(0)
@@ -47,8 +56,6 @@ def warm_up(model: Model, tap: DemandTap, settings: Settings, told: Told) -> Non
         told("warming up", len(rows), len(rows))
     finally:
         model.close_lane(lane)
-        tap.enabled = True
-    _count(model, tap, min(SHORT_TOKENS, settings.cache.context_tokens - 1))
 
 
 def _prefill(model: Model, tokens: int) -> None:

@@ -104,7 +104,8 @@ class DecodeSteps(prepared.FixedSteps[Prepared]):
         if model.drafter is not None:
             _remember(rows, states)
         if step.waiting is None:
-            capture = self._capture if self.captures and self._capturable(model) else None
+            wanted = made.captured is None and self.captures and self._capturable(model)
+            capture = self._capture if wanted else None
             made.recorded(tap, (row.lane for row in rows), alone, capture)
         _move_on(contexts, counts)
         return logits if alone else logits.clone()
