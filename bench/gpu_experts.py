@@ -5,8 +5,9 @@ experts of the layer's 384, so that nothing is found in the L2 cache.
 A peer's time is of both products, the gated activation between them and the weighted sum over the picks; sorting the
 picks by expert and rounding the rows are done beforehand, not timed. Ours is of the whole: the distinct experts are
 found in it, and with `--forms` other tiles of it take turns too. A chunk of a prompt is timed by other tiles too, each
-held to the same. A peer is held to the products in fp32 without rounding, and so is ours; one that is further off than
-its number formats explain computes something else and is not timed."""
+held to the same. A peer is held to the products in fp32 without rounding, and so is each form of ours; one that is
+further off than its number formats explain computes something else and is not timed. A fault of the device ends the
+run: nothing would run after it."""
 
 import functools
 import itertools
@@ -100,6 +101,7 @@ def in_turns(works: dict[str, Work], rounds: int, repeats: int, launches: int = 
             graphs[name] = graph_of(work, launches)
         except Exception as error:
             print(f"{name}: not captured: {why(error)}", flush=True)
+            torch.cuda.synchronize()
     taken: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(repeats):
         of_round = [{name: timed(graph.replay, 1, launches) for name, graph in graphs.items()} for _ in range(rounds)]
@@ -124,40 +126,55 @@ def made(variants: list[tuple[str, Callable[[Layer], Peer]]], layer: Layer) -> d
     return peers
 
 
+def sound(name: str, rows: int, work: Work, wanted: Tensor) -> Tensor | None:
+    """What it computes, if that is the same; what it is off is printed. Raises where the device itself has failed."""
+    try:
+        made = work()
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(f"{name}: {rows} rows: does not run here: {why(error)}", flush=True)
+        torch.cuda.synchronize()  # a fault stays, and every later work would be said not to run
+        return None
+    off = apart(made, wanted)
+    print(f"{name}: {rows} rows: {off:.1e} of the norm", flush=True)
+    if off < SAME:
+        return made
+    print(f"{name}: computes something else, left out", flush=True)
+    return None
+
+
+def times_ours(took: dict[str, list[float]], each: list[float]) -> str:
+    return f"{statistics.median(each) / statistics.median(took['ours']):.2f}" if "ours" in took else "ours did not run"
+
+
 def right(peers: dict[str, Peer], x: Tensor, picks: Tensor, weights: Tensor, wanted: Tensor) -> dict[str, Peer]:
     """Those that compute the same; what they are off is printed."""
     kept = {}
-    for name, peer in list(peers.items()):
-        try:
-            off = apart(peer(peer.ready(x.bfloat16(), picks, weights)), wanted)
-            torch.cuda.synchronize()
-        except Exception as error:
-            print(f"{name}: {len(x)} rows: does not run here: {why(error)}", flush=True)
-            continue
-        print(f"{name}: {len(x)} rows: {off:.1e} of the norm", flush=True)
-        if off < SAME:
+    for name, peer in peers.items():
+
+        def work(peer: Peer = peer) -> Tensor:
+            return peer(peer.ready(x.bfloat16(), picks, weights))
+
+        if sound(name, len(x), work, wanted) is not None:
             kept[name] = peer
-        else:
-            print(f"{name}: computes something else, left out", flush=True)
     return kept
 
 
 def ours(
     x: Tensor, slots: Tensor, sets: list[Tensor], weights: Tensor, forms: dict[str, Tiles], wanted: Tensor
 ) -> dict[str, Work]:
-    """Our kernel as the device chooses, and in other forms; what each is off is printed, and which have its bits."""
-    works, first = {}, None
+    """Our kernel as the device chooses, and in other forms: those that compute the same, and which have its bits."""
+    works: dict[str, Work] = {}
+    first = None
     for name, tiles in {"ours": None, **forms}.items():
         call = functools.partial(experts_triton.grouped_experts, x, slots, RECORD, tiles=tiles)
-        try:
-            made = call(sets[0], weights, LIMIT)
-            torch.cuda.synchronize()
-        except Exception as error:
-            print(f"{name}: {len(x)} rows: does not run here: {why(error)}", flush=True)
+        made = sound(name, len(x), functools.partial(call, sets[0], weights, LIMIT), wanted)
+        if made is None:
             continue
-        first = made if first is None else first
-        bits = "" if name == "ours" else ", the same bits" if torch.equal(made, first) else ", other bits"
-        print(f"{name}: {len(x)} rows: {apart(made, wanted):.1e} of the norm{bits}", flush=True)
+        if name == "ours":
+            first = made
+        elif first is not None:
+            print(f"{name}: {'the same' if torch.equal(made, first) else 'other'} bits", flush=True)
         turn = itertools.cycle(sets)
         works[name] = lambda call=call, turn=turn: call(next(turn), weights, LIMIT)
     return works
@@ -183,12 +200,11 @@ def decode_rows(
             continue
         works |= {name: turns(peer, x.bfloat16(), sets, weights) for name, peer in kept.items()}
         took = in_turns(works, rounds, repeats)
-        us = statistics.median(took["ours"])
         for name, each in took.items():
             rate = distinct * RECORD.nbytes / statistics.median(each) / 1e3
-            ratio = statistics.median(each) / us
+            ratio = times_ours(took, each)
             lines.append(
-                f"| {rows}, {distinct} | {name} | {spread(each)} | {rate:,.0f} | {rate / best:.0%} | {ratio:.2f} |"
+                f"| {rows}, {distinct} | {name} | {spread(each)} | {rate:,.0f} | {rate / best:.0%} | {ratio} |"
             )
     if timing:
         print("\n| rows, experts | kernel | us | GB/s | share | times ours |\n|---|---|---|---|---|---|")
@@ -204,13 +220,8 @@ def chunk(slots: Tensor, rows: int, peers: dict[str, Peer], rounds: int, repeats
     works: dict[str, Work] = {}
     for name, tiling in {"ours": None, **TILINGS}.items():
         work = functools.partial(experts_chunk_triton.grouped_experts, *given, tiling=tiling)
-        try:
-            print(f"{name}: {rows} rows: {apart(work(), wanted):.1e} of the norm", flush=True)
-            torch.cuda.synchronize()
-        except Exception as error:
-            print(f"{name}: {rows} rows: does not run here: {why(error)}", flush=True)
-            continue
-        works[name] = work
+        if sound(name, rows, work, wanted) is not None:
+            works[name] = work
     works["sorting alone"] = lambda: experts_chunk_triton._sorted(picks, 64, EXPERTS)[2]
     works["sum alone"] = lambda: experts_triton.sum_of_picks(outputs, picks)
     kept = right(peers, x, picks, weights, wanted)
@@ -220,8 +231,8 @@ def chunk(slots: Tensor, rows: int, peers: dict[str, Peer], rounds: int, repeats
     took = in_turns(works, rounds, repeats, 1)
     print("\n| rows of a chunk | kernel | ms | times ours |\n|---|---|---|---|")
     for name, each in took.items():
-        ratio = statistics.median(each) / statistics.median(took["ours"])
-        print(f"| {rows} | {name} | {spread([us / 1e3 for us in each], 2)} | {ratio:.2f} |", flush=True)
+        ms = spread([us / 1e3 for us in each], 2)
+        print(f"| {rows} | {name} | {ms} | {times_ours(took, each)} |", flush=True)
 
 
 def show(

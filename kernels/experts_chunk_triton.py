@@ -5,6 +5,8 @@ with up to TOKENS of the activation rows that want it: weights are decoded to bf
 tokens, and are the matrix unit's first operand straight from registers; activations are exact in bf16. One row a pick
 comes out, and they are added in the order of k: no atomics, the same bits every time.
 
+A weight's scale is a byte from 59 to 192, 2^-68 to 2^65: beyond, a decoded weight leaves what bf16 holds.
+
 Kernels run in Triton's interpreter too (`ASM` off): same arithmetic, decoded without inline assembly.
 """
 
@@ -148,7 +150,7 @@ def _find_tiles(ordered, places, order, tiles, count, most, TOKENS: tl.constexpr
         starts = tl.maximum(tl.associative_scan(tl.where(is_first, place, 0), 0, _larger), start)
         begins = here & (slot >= 0) & ((place - starts) % TOKENS == 0)
         tile = found + tl.cumsum(begins.to(tl.int32), 0) - 1
-        tl.store(tiles + tile, place, mask=begins)
+        tl.store(tiles + tile, place, mask=begins & (tile < most))
         tl.store(order + place, tl.load(places + place, mask=here, other=0).to(tl.int32), mask=here)
         start, found = tl.max(starts, 0), found + tl.sum(begins.to(tl.int32), 0)
     for block in range(0, most, SIZE):
@@ -250,11 +252,11 @@ def tiling_of(rows: int, wide: bool) -> Tiling:
 def _sorted(picks: Tensor, size: int, distinct: int) -> tuple[Tensor, Tensor, Tensor]:
     """picks [T, k] int32 of at most `distinct` slots -> slot of each pick in ascending order, pick of each, both
     [T * k]; where in that order each tile of at most `size` picks of one slot begins, -1 behind the last. All int32,
-    and the host waits for none of it."""
+    and the host waits for none of it: so it does not count the slots, and tiles without a place are left out."""
     ordered, places = torch.sort(picks.flatten(), stable=True)
     count = len(ordered)
     most = count // size + min(count, distinct)
-    order, tiles = torch.empty_like(ordered), ordered.new_empty(most)
+    order, tiles = (torch.empty(each, dtype=torch.int32, device=picks.device) for each in (count, most))
     at_once = 2048 if picks.is_cuda else 256  # the interpreter takes one after the other
     _find_tiles[(1,)](ordered, places, order, tiles, count, most, TOKENS=size, SIZE=at_once, num_warps=8)
     return ordered, order, tiles
@@ -273,8 +275,9 @@ def grouped_experts(
 ) -> Tensor:
     """x [T, D], rounded as activation; slots [S, slot_bytes] uint8; picks [T, k] int32 slots, -1: none; weights [T, k]
     fp32 -> [T, D] fp32: this rank's part, as the reference rounds it. `distinct`: how many slots are picked at most
-    (None: all there are), a layer's experts where the slots are of all layers; more are never computed. `tiling`: None:
-    what suits the rows and the device. Takes 4 * T * k * D bytes meanwhile."""
+    (None: all there are), a layer's experts where the slots are of all layers. The caller answers for it, since
+    to count would be to wait: of more, some are not computed, and their rows are any number. `tiling`: None: what suits
+    the rows and the device. Takes 4 * T * k * D bytes meanwhile."""
     (tokens, top_k), d = picks.shape, record.hidden
     picks = picks.to(torch.int32).contiguous()
     outputs = torch.empty(tokens, top_k, d, dtype=torch.float32, device=x.device)

@@ -5,13 +5,32 @@ scale group of 32 at a time, and each group's sum is multiplied by its power of 
 and highest mantissa bit, are the value x 2^-14, subnormals included, exactly.
 
 8 bits, for `wgmma` of sm_90: the same three bits in an e4m3 are the value x 2^-6, as exactly, and a word of codes is
-two words of them. Its products are exact too; but that unit aligns the products of a scale group to the largest and
-cuts off what is 2^-13 of it (`docs/results.md`). 16 columns, 128 threads and weights straight from registers are what
-it takes; an activation row's place in shared memory is where the copy of one scale group put it.
+two words of them. Its products are exact too; but that unit, as is told of it, aligns the products of a scale group to
+the largest and keeps 13 bits below it (`docs/results.md`). Triton takes it at 16 columns and 128 threads, with weights
+straight from registers; an activation row's place in shared memory is where the copy of one scale group put it.
 """
 
 import triton
 import triton.language as tl
+
+# Of four bytes in $4: the lower codes of the first two bytes, of the others, and the upper ones alike.
+CODES: tl.constexpr = tl.constexpr(
+    """{
+    .reg .b32 s, low, high;
+    shl.b32 s, $4, 4; and.b32 s, s, 0x80808080; shl.b32 low, $4, 1; lop3.b32 low, low, 0x0E0E0E0E, s, 0xEA;
+    and.b32 s, $4, 0x80808080; shr.b32 high, $4, 3; lop3.b32 high, high, 0x0E0E0E0E, s, 0xEA;
+    prmt.b32 $0, low, 0, 0x1404; prmt.b32 $1, low, 0, 0x3424;
+    prmt.b32 $2, high, 0, 0x1404; prmt.b32 $3, high, 0, 0x3424;
+    }"""
+)
+# Of four bytes in $2: the lower codes of all, and the upper ones.
+EIGHTS: tl.constexpr = tl.constexpr(
+    """{
+    .reg .b32 s, m;
+    shl.b32 s, $2, 4; and.b32 s, s, 0x80808080; shl.b32 m, $2, 2; lop3.b32 $0, m, 0x1C1C1C1C, s, 0xEA;
+    and.b32 s, $2, 0x80808080; shr.b32 m, $2, 2; lop3.b32 $1, m, 0x1C1C1C1C, s, 0xEA;
+    }"""
+)
 
 
 @triton.jit
@@ -30,13 +49,7 @@ def _codes(byte, ASM: tl.constexpr):
     """Two e2m1 codes of a byte -> two fp16 of value x 2^-14."""
     if ASM:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s, low, high;
-            shl.b32 s, $4, 4; and.b32 s, s, 0x80808080; shl.b32 low, $4, 1; lop3.b32 low, low, 0x0E0E0E0E, s, 0xEA;
-            and.b32 s, $4, 0x80808080; shr.b32 high, $4, 3; lop3.b32 high, high, 0x0E0E0E0E, s, 0xEA;
-            prmt.b32 $0, low, 0, 0x1404; prmt.b32 $1, low, 0, 0x3424;
-            prmt.b32 $2, high, 0, 0x1404; prmt.b32 $3, high, 0, 0x3424;
-            }""",
+            CODES,
             "=&r,=&r,=&r,=&r,r",
             [byte],
             dtype=(tl.float16, tl.float16),
@@ -57,11 +70,7 @@ def _eights(byte, ASM: tl.constexpr):
     """Two e2m1 codes of a byte -> the bytes of two e4m3 of value x 2^-6."""
     if ASM:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s, m;
-            shl.b32 s, $2, 4; and.b32 s, s, 0x80808080; shl.b32 m, $2, 2; lop3.b32 $0, m, 0x1C1C1C1C, s, 0xEA;
-            and.b32 s, $2, 0x80808080; shr.b32 m, $2, 2; lop3.b32 $1, m, 0x1C1C1C1C, s, 0xEA;
-            }""",
+            EIGHTS,
             "=&r,=&r,r",
             [byte],
             dtype=(tl.uint8, tl.uint8),

@@ -3,7 +3,10 @@
 Each distinct expert is read once, straight from its slot in the arena, by the tensor copy engine where there is one
 (Triton makes plain loads of it elsewhere), and multiplied in one of two forms (`experts_product_triton`); `Tiles` says
 in which. Activations are 8-bit floats times powers of two: a row of them, times one power of two, fits fp16 without
-loss (`_prepare`, `_gate_up`), and an 8-bit float again but for what is below 2^-14 of the row's largest.
+loss (`_prepare`, `_gate_up`), and an 8-bit float again but for what is below 2^-13 of the row's largest, at worst.
+
+A weight's scale is a byte from 1 to 254 whose products stay within fp32: 0 counts as a scale of zero, 255 as infinity,
+where the reference has 2^-127 and no number.
 
 Four launches: `_prepare` finds the distinct experts and puts the rows into the order of the codes, `_gate_up` ends in
 the rounded hidden row of every pick, `_down` gives one row a pick, `_sum` adds the picks of a token in the order of k.
@@ -187,8 +190,10 @@ def _sum(parts, picks, out, outer, TOP_K: tl.constexpr, SIZE: tl.constexpr, CHAI
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the products are cut. Of all this only `eight` changes a bit. The figures here keep a block of threads within
-    38 KB of shared memory and 130 registers: what any device since sm_80 has."""
+    """How the products are cut. Of all this only `eight` changes a bit. What a device takes by itself is within 39 KB
+    of shared memory, with four stages, and on sm_90 192 registers a thread (`docs/results.md`). On sm_80 some registers
+    of `_down`, and beyond 8 rows of `_gate_up`, spill to memory. ValueError for `eight` with other than four warps,
+    which would come to another matrix unit."""
 
     eight: bool = False  # gate and up in the form of 8 bits
     half: int = 32  # rows of w1, and as many of w3, in a tile of gate and up, where the width allows
@@ -200,6 +205,10 @@ class Tiles:
     down_block: int = 128
     down_stages: int = 3
     down_warps: int = 2
+
+    def __post_init__(self) -> None:
+        if self.eight and self.warps != 4:
+            raise ValueError(f"8-bit products by {self.warps} warps: `wgmma` is of four")
 
 
 # By the most rows. `eight` is one for all of a device: a row's bits hang on it.
@@ -214,9 +223,9 @@ def tiles_of(rows: int, device: torch.device) -> Tiles:
 
 
 def _halves(columns: int, warps: int) -> bool:
-    """Four warps and 16 columns of 16 bits are what `wgmma` asks for, and Triton then takes it. It sums otherwise: a
+    """At 16 columns and whole fours of warps Triton takes `wgmma` where there is one. It sums 16 bits otherwise: a
     row's bits would depend on its company. And it wants the activations laid out anew."""
-    return columns == 16 and warps == 4
+    return columns == 16 and warps % 4 == 0
 
 
 def _stages(tiles: Tiles, picks: int, across: int, device: torch.device) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from bench import gpu_experts
 from bench.mxfp4_peers import Humming, Layer, by_expert, in_parts, layer_of, unpack
 from kernels.experts import decode
+from kernels.experts_triton import Tiles
 from kernels.formats import fp4_rows
 from kernels.record import ExpertRecord
 
@@ -94,6 +95,31 @@ def test_who_computes_something_else_or_fails_is_left_out_aloud(capsys, monkeypa
     assert list(kept) == ["right"]
     assert "wrong: computes something else" in said
     assert "failing: 2 rows: does not run here: RuntimeError: no kernel" in said
+
+
+def test_our_forms_are_held_to_the_same(capsys, monkeypatch):
+    def computed(x: Tensor, *_: object, tiles: Tiles | None) -> Tensor:
+        if tiles is None:
+            raise RuntimeError("out of resource")
+        return x * tiles.half / 16
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu_experts.experts_triton, "grouped_experts", computed)
+    x, given = torch.randn(2, 64), (torch.zeros(2, 1), [torch.zeros(2, 1)], torch.zeros(2, 1))
+    works = gpu_experts.ours(x, *given, {"right": Tiles(), "wrong": Tiles(half=64)}, 2 * x)
+    assert list(works) == ["right"], "who fails or computes something else is timed"
+    assert "ours: 2 rows: does not run here" in capsys.readouterr().out
+    assert gpu_experts.times_ours({"right": [2.0]}, [2.0]) == "ours did not run"
+    assert gpu_experts.times_ours({"ours": [4.0]}, [2.0]) == "0.50"
+
+
+def test_a_fault_of_the_device_ends_the_run(monkeypatch):
+    def fault() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fault)
+    with pytest.raises(RuntimeError, match="illegal"):
+        gpu_experts.sound("one", 1, lambda: torch.ones(1), torch.ones(1))
 
 
 def test_who_cannot_be_made_is_said(capsys):

@@ -69,6 +69,7 @@ MEANS: dict[str, Callable[..., Words]] = {
     "fma.rn.bf16x2": lambda a, b, c: of_brains(brains(a) * brains(b) + brains(c)),
     "and.b32": lambda a, b: a & b,
     "shr.b32": lambda a, by: a >> by,
+    "shl.b32": lambda a, by: a << by & MASK,
     "mov.b32": lambda a: a,
 }  # fmt: skip
 
