@@ -340,7 +340,13 @@ async def test_an_audit_tells_which_tokens_every_expert_would_have_drawn(deepsee
         ran = await asyncio.to_thread(CliRunner().invoke, app, ["audit", one["id"], "--json"])
         told.append(json.loads(ran.stdout))
     assert [one["request_id"] for one in told] == [fast[-1]["id"], *(one["id"] for one in fast[:-1])]
-    assert sum(one["differ"] for one in told) > 0
+    for seed in range(16):  # what residents lack depends on what was asked before, and how long ago
+        if any(one["differ"] for one in told):
+            break
+        await post(deepseek.url, ask(f"Tell me about {seed} kings and their {topic}.", temperature=1.0, seed=seed))
+        ran = await asyncio.to_thread(CliRunner().invoke, app, ["audit", "latest", "--json"])
+        told.append(json.loads(ran.stdout))
+    assert any(one["differ"] for one in told)
     assert all(one["differ"] == len(one["differences"]) and one["reads"] > 0 for one in told)
     shown = (await get(deepseek.url, "/v1/stats"))[1]["data"][0]
     assert shown["fidelity"] == "fast", "an audit is no answer of anybody's"
