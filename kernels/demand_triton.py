@@ -75,6 +75,7 @@ def _demand(
 
 
 @lru_cache
+@torch.inference_mode(False)  # whoever asks first; all may write to it
 def _ended(device: torch.device) -> Tensor:
     """Zero, and zero again after every launch. Launches that use it run one after another."""
     return torch.zeros(1, dtype=torch.int32, device=device)

@@ -196,6 +196,7 @@ def _zeros(device: torch.device, rows: int) -> tuple[Tensor, Tensor]:
 
 
 @cache  # for ever: captured graphs hold the addresses
+@torch.inference_mode(False)  # whoever asks first; all may write to them
 def _zeros_of(device: torch.device, rows: int) -> tuple[Tensor, Tensor]:
     ended = torch.zeros(rows, dtype=torch.int32, device=device)
     return ended, torch.zeros(rows, PROGRAMS, 16, dtype=torch.int64, device=device)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from tided.engine.sampling import (
     _bound_there,
+    _landing,
     _units,
     clocks,
     draw,
@@ -201,3 +202,14 @@ def test_a_device_s_logits_that_are_no_numbers_stop_the_pair_too(bad):
     logits[1, 3] = bad
     with pytest.raises(PairError, match="no numbers"):
         sample_there(logits, [(Sampling(temperature=0), 0)] * 2)
+
+
+def test_where_ids_land_is_written_to_within_inference_mode_and_outside(monkeypatch):
+    """A warmed-up engine draws in that mode, and what it drew into is used again by who does not."""
+    unpinned = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **how: unpinned(*size, **how))
+    monkeypatch.setattr(torch.cuda, "Event", object)
+    with torch.inference_mode():
+        ids, _ = _landing(3)
+        ids.copy_(torch.tensor([3, 1, 2]))
+    assert ids.copy_(torch.tensor([4, 1, 5])).tolist() == [4, 1, 5]

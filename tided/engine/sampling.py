@@ -106,6 +106,7 @@ class Drawn:
         return tokens
 
 
+@torch.inference_mode(False)  # used again by whoever comes, within that mode or not
 def _landing(rows: int) -> tuple[Tensor, Any]:
     return torch.empty(rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
 
