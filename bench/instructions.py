@@ -121,9 +121,9 @@ def decode(capability: int, rows: int = 8, tiles: Tiles | None = None) -> dict[s
     }
 
 
-def chunk_code(capability: int) -> tuple[bytes, bytes]:
-    """Of the two kernels of a prompt chunk."""
-    tiling = experts_chunk_triton.tiling_of(8192, capability == 90)
+def chunk_code(capability: int, tokens: int = 8192) -> tuple[bytes, bytes]:
+    """Of the two kernels of a prompt chunk of so many rows."""
+    tiling = experts_chunk_triton.tiling_of(tokens, capability == 90)
     fixed: dict[str, Any] = {"TOKENS": tiling.tokens, "WHOLE": True, "ASM": True}
     rows, halves = tiling.gate_up["ROWS"], tiling.gate_up["BLOCK"] // 4
     types = {"w13": f"tensordesc<i16[1,2,{rows},{halves}]>"}

@@ -237,16 +237,19 @@ class Tiling:
     down: dict[str, int]
 
 
-# Of sm_90, whose matrix unit multiplies while others decode: three blocks of threads a multiprocessor.
-_WIDE = {"BLOCK": 128, "STAGES": 3, "num_warps": 4, "maxnreg": 168}
+# Of sm_90, whose matrix unit takes a block of 128: as many blocks of threads a multiprocessor as the registers leave
+# room for, three of 64 rows and four of 32. Elsewhere loops held to so few would keep registers in memory.
+_WIDE = {"BLOCK": 128, "STAGES": 3, "num_warps": 4}
+_REGISTERS = {32: 128, 64: 168}
 _NARROW = {"BLOCK": 64, "STAGES": 3, "num_warps": 4}
 
 
 def tiling_of(rows: int, wide: bool) -> Tiling:
     """For a chunk of so many rows: about what one of some hundred experts gets of them. `wide`: sm_90. All within 99 KB
     of shared memory a block of threads."""
-    fixed = _WIDE if wide else _NARROW
-    return Tiling(32 if rows <= 1024 else 64, {"ROWS": 64, **fixed}, {"ROWS": 128, **fixed})
+    tokens = 32 if rows <= 1024 else 64
+    fixed = {**_WIDE, "maxnreg": _REGISTERS[tokens]} if wide else _NARROW
+    return Tiling(tokens, {"ROWS": 64, **fixed}, {"ROWS": 128, **fixed})
 
 
 def _sorted(picks: Tensor, size: int, distinct: int) -> tuple[Tensor, Tensor, Tensor]:
