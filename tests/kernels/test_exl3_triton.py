@@ -12,5 +12,6 @@ def test_in_the_interpreter_it_is_the_reference():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_is_the_reference_at_the_sizes_of_the_large_model():
-    assert run("exl3_cases.py", "cuda").endswith("ok\n")
+@pytest.mark.parametrize("part", ["widths", "large widths", "others"])
+def test_on_a_gpu_it_is_the_reference_at_the_sizes_of_the_large_model(part):
+    assert run("exl3_cases.py", "cuda", part).endswith("ok\n")
